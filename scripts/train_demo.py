@@ -1,0 +1,183 @@
+"""Train the demo models on emoji64: a small autoencoder, then a MAR target and a MAR draft over its latents.
+
+    python scripts/train_demo.py vae    --data emoji64.npz --out runs/demo
+    python scripts/train_demo.py target --data emoji64.npz --out runs/demo
+    python scripts/train_demo.py draft  --data emoji64.npz --out runs/demo
+
+Every stage can be killed and started again: it continues from `<out>/<stage>/checkpoint-last.pth`, which is rewritten
+every few minutes together with a picture of reconstructions or samples. `export` packs the averages for shipping.
+"""
+
+import argparse
+import math
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+VAE_CONFIG = dict(
+    in_channels=3,
+    out_channels=3,
+    latent_channels=8,
+    block_out_channels=(32, 64, 64),
+    layers_per_block=1,
+    norm_num_groups=16,
+    down_block_types=("DownEncoderBlock2D",) * 3,
+    up_block_types=("UpDecoderBlock2D",) * 3,
+    sample_size=32,
+)
+KL_WEIGHT = 1e-3  # leaves a posterior std of about a tenth of the latents' own, so that the decoder forgives small errors
+
+
+def load_images(path, split):
+    """-> images (N, 3, 32, 32) in [-1, 1], each the 2x2 mean of the 64-pixel original, and the npz's other arrays."""
+    data = np.load(path)
+    keep = data["split"] == split
+    pixels = torch.from_numpy(data["image"][keep]).permute(0, 3, 1, 2)  # (N, 3, 64, 64) uint8
+    images = F.avg_pool2d(pixels.float(), 2) / 127.5 - 1  # (N, 3, 32, 32)
+    arrays = {k: data[k][keep] if len(data[k]) == len(keep) else data[k] for k in data.files if k != "image"}
+    return images, arrays
+
+
+def step_generator(step):
+    """The randomness of one training step is a function of its number, so a resumed run continues the same run."""
+    return torch.Generator().manual_seed(1_000_003 * step + 17)
+
+
+def save_atomically(obj, path):
+    temporary = path.with_suffix(".tmp")
+    torch.save(obj, temporary)
+    os.replace(temporary, path)
+
+
+def fit(model, loss_fn, evaluate, out, *, steps, lr, weight_decay, ema_decay, checkpoint_seconds=180):
+    """Train `model`; loss_fn(model, step) -> loss; evaluate(ema_model, step) -> one line, and pictures as it likes.
+
+    The rate rises over 200 steps, stays, and falls to zero over the last fifth. The checkpoint has the layout of MAR's
+    trainer: `model`, `model_ema`, `optimizer`, and the step instead of the epoch.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "checkpoint-last.pth"
+    ema = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(ema_decay), use_buffers=True
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
+    step, seconds = 0, 0.0
+    if path.exists():
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        model.load_state_dict(state["model"])
+        ema.module.load_state_dict(state["model_ema"])
+        ema.n_averaged.fill_(1)
+        optimizer.load_state_dict(state["optimizer"])
+        step, seconds = state["step"], state["seconds"]
+        print(f"continuing at step {step} of {steps}", flush=True)
+
+    last_save, since, shown, running = time.time(), time.time(), step, []
+    while step < steps:
+        rate = lr * min(1.0, (step + 1) / 200, max(0.0, (steps - step) / (0.2 * steps)))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss = loss_fn(model, step)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        step += 1
+        if step <= 1000:  # before the average means something, follow the weights
+            ema.n_averaged.zero_()
+        ema.update_parameters(model)
+        running.append(loss.item())
+        if not math.isfinite(running[-1]):
+            raise SystemExit(f"loss is {running[-1]} at step {step}; the last good state is {path}")
+        if step % 100 == 0:
+            pace = (step - shown) / (time.time() - since)
+            print(f"step {step}/{steps}  loss {np.mean(running):.4f}  {pace:.2f} steps/s", flush=True)
+            seconds, since, shown, running = seconds + time.time() - since, time.time(), step, []
+        if time.time() - last_save > checkpoint_seconds or step == steps:
+            save_atomically(
+                dict(
+                    model=model.state_dict(),
+                    model_ema=ema.module.state_dict(),
+                    optimizer=optimizer.state_dict(),
+                    step=step,
+                    seconds=seconds,
+                ),
+                path,
+            )
+            print(f"step {step}: {evaluate(ema.module.eval(), step)}", flush=True)
+            last_save = time.time()
+    return ema.module.eval()
+
+
+def save_grid(images, path, columns):
+    """images (N, 3, H, W) in [-1, 1] -> one PNG, magnified twice."""
+    from PIL import Image
+
+    n, _, h, w = images.shape
+    rows = math.ceil(n / columns)
+    canvas = np.full((rows * h, columns * w, 3), 255, np.uint8)
+    pixels = ((images.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
+    for i, picture in enumerate(pixels):
+        y, x = i // columns * h, i % columns * w
+        canvas[y : y + h, x : x + w] = picture
+    Image.fromarray(canvas).resize((columns * w * 2, rows * h * 2), Image.NEAREST).save(path)
+
+
+def train_vae(args):
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(0)
+    images, _ = load_images(args.data, split=0)
+    held_out, _ = load_images(args.data, split=1)
+    model = AutoencoderKL(**VAE_CONFIG)
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(images)} images", flush=True)
+
+    def losses(model, x, generator):
+        posterior = model.encode(x).latent_dist
+        mean, log_variance = posterior.mean.float(), posterior.logvar.float()
+        noise = torch.randn(mean.shape, generator=generator)
+        decoded = model.decode(mean + (0.5 * log_variance).exp() * noise).sample.float()
+        kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance)
+        return decoded, (decoded - x).abs().mean(), kl.mean()
+
+    def loss_fn(model, step):
+        g = step_generator(step)
+        x = images[torch.randint(len(images), (args.batch_size or 32,), generator=g)]
+        flip = torch.rand(len(x), generator=g) < 0.5
+        x = torch.where(flip[:, None, None, None], x.flip(3), x)
+        dy, dx = torch.randint(-2, 3, (2,), generator=g).tolist()
+        x = F.pad(x, (2, 2, 2, 2), value=1.0)[:, :, 2 + dy : 34 + dy, 2 + dx : 34 + dx]  # the ground is white
+        with torch.autocast("cpu", torch.bfloat16):
+            _, l1, kl = losses(model, x, g)
+        return l1 + KL_WEIGHT * kl
+
+    @torch.no_grad()
+    def evaluate(model, step):
+        x = held_out[:256]
+        decoded, l1, kl = losses(model, x, step_generator(0))
+        posterior = model.encode(x).latent_dist
+        psnr = 10 * torch.log10(4 / (decoded.clamp(-1, 1) - x).square().mean())
+        save_grid(torch.stack([x[:256:8], decoded[:256:8]], 1).flatten(0, 1), args.out / "vae" / "reconstructions.png", 16)
+        spread = f"latent std {posterior.mean.std():.3f}, posterior std {posterior.std.mean():.3f}"
+        return f"held-out PSNR {psnr:.2f} dB, L1 {l1:.4f}, KL {kl:.3f}, {spread}"
+
+    model = fit(model, loss_fn, evaluate, args.out / "vae", steps=args.steps or 7000, lr=1e-3, weight_decay=0.0, ema_decay=0.999)
+    model.save_pretrained(args.out / "vae" / "ema")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=["vae"])
+    parser.add_argument("--data", required=True, type=Path, help="emoji64.npz")
+    parser.add_argument("--out", default=Path("runs/demo"), type=Path, help="checkpoints and pictures go here")
+    parser.add_argument("--steps", type=int, help="training steps; each stage has its own default")
+    parser.add_argument("--batch-size", type=int, help="images a step; each stage has its own default")
+    args = parser.parse_args()
+    {"vae": train_vae}[args.stage](args)
+
+
+if __name__ == "__main__":
+    main()

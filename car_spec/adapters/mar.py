@@ -1,0 +1,99 @@
+"""MAR behind the four questions that samplers ask of a model: its AR steps, conditions, chains, and how tokens become images."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from car_spec.chain import DiffusionChain, HoistedHead
+from car_spec.schedule import cosine_schedule
+
+GUIDANCE_SCHEDULES = ("linear", "constant")
+
+
+class ARStep(NamedTuple):
+    """Tokens that are sampled independently of each other given the tokens before them, in every image of a batch."""
+
+    positions: torch.Tensor  # (B, n) raster indices
+    guidance_scale: float
+
+
+def remaining_after_each_step(num_tokens: int, num_iter: int) -> list[int]:
+    """How many tokens MAR's cosine schedule leaves unknown after each AR step; as in the release, 1 and not 0 after the last."""
+    if not 1 <= num_iter <= num_tokens:
+        raise ValueError(f"num_iter {num_iter} is outside 1..{num_tokens}, the number of tokens: every AR step predicts at least one")
+    remaining, counts = num_tokens, []
+    for step in range(1, num_iter + 1):
+        wanted = math.floor(num_tokens * math.cos(math.pi / 2 * step / num_iter))
+        remaining = max(1, min(remaining - 1, wanted))
+        counts.append(remaining)
+    return counts
+
+
+def guidance_scale_of_step(guidance_scale: float, schedule: str, num_tokens: int, remaining: int) -> float:
+    """Constant, or growing linearly from 1 with the share of tokens known *after* the step (Li et al. 2024, appendix B)."""
+    if schedule not in GUIDANCE_SCHEDULES:
+        raise ValueError(f"guidance_schedule {schedule!r} is none of {', '.join(GUIDANCE_SCHEDULES)}")
+    return guidance_scale if schedule == "constant" else 1 + (guidance_scale - 1) * (num_tokens - remaining) / num_tokens
+
+
+def patchify(latents: torch.Tensor, patch_size: int) -> torch.Tensor:
+    """Latents (B, C, H, W) -> tokens (B, H W / p^2, C p^2), raster order, token channels in the order channel, row, column."""
+    b, c, height, width = latents.shape
+    p = patch_size
+    x = latents.reshape(b, c, height // p, p, width // p, p).permute(0, 2, 4, 1, 3, 5)
+    return x.reshape(b, height * width // p**2, c * p**2)
+
+
+def unpatchify(tokens: torch.Tensor, patch_size: int) -> torch.Tensor:
+    """The inverse of `patchify` on a square grid."""
+    b, count, channels = tokens.shape
+    p, side = patch_size, math.isqrt(count)
+    x = tokens.reshape(b, side, side, channels // p**2, p, p).permute(0, 3, 1, 4, 2, 5)
+    return x.reshape(b, channels // p**2, side * p, side * p)
+
+
+class MARAdapter:
+    """Binds a MAR network to the settings of one run.
+
+    class_vectors: (B, W), a row an image. Guidance is on where some AR step's scale differs from 1.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        num_inference_steps: int = 100,
+        temperature: float = 1.0,
+        clip_sample_range: float | None = None,
+    ):
+        self.model = model
+        self.head = HoistedHead(model.diffloss.net, cosine_schedule(num_inference_steps))
+        self.temperature, self.clip_sample_range = temperature, clip_sample_range
+        self.num_tokens = model.diffusion_pos_embed_learned.shape[1]
+        self.token_dim = model.z_proj.weight.shape[1]
+
+    def ar_steps(self, orders: torch.Tensor, num_iter: int, guidance_scale: float, guidance_schedule: str) -> list[ARStep]:
+        """orders (B, N): permutations, generated from the end to the beginning as in the release. -> `num_iter` steps."""
+        unknown, steps = self.num_tokens, []
+        counts = remaining_after_each_step(self.num_tokens, num_iter)
+        for i, remaining in enumerate(counts):
+            end = 0 if i == num_iter - 1 else remaining
+            scale = guidance_scale_of_step(guidance_scale, guidance_schedule, self.num_tokens, remaining)
+            steps.append(ARStep(orders[:, end:unknown], scale))
+            unknown = end
+        return steps
+
+    def conditions(self, tokens: torch.Tensor, mask: torch.Tensor, class_vectors: torch.Tensor) -> torch.Tensor:
+        """Prefixes (tokens (B, N, D), mask (B, N) with 1 = unknown) -> conditions of all positions (B, N, W), one backbone call."""
+        encoded = self.model.forward_mae_encoder(tokens.to(self.head.dtype), mask, class_vectors.to(self.head.dtype))
+        return self.model.forward_mae_decoder(encoded, mask)
+
+    def chain(
+        self, condition: torch.Tensor, unconditional: torch.Tensor | None = None, guidance_scale: float | torch.Tensor = 1.0
+    ) -> DiffusionChain:
+        """Conditions (R, W) -> the chain of R rows."""
+        return DiffusionChain(
+            self.head, condition, unconditional, guidance_scale, self.temperature, self.clip_sample_range
+        )

@@ -5,7 +5,7 @@ sampling (all rows at one step) and verification (many states of a few rows).
 """
 
 import math
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,7 @@ class HoistedHead:
     `DenoisingMLP`. One object serves all AR steps of a run.
     """
 
-    def __init__(self, net: nn.Module, schedule: DiffusionSchedule):
+    def __init__(self, net: Any, schedule: DiffusionSchedule):
         weight = net.input_proj.weight
         self.net, self.schedule = net, schedule
         self.dtype, self.device = weight.dtype, weight.device

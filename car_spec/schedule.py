@@ -6,6 +6,7 @@ moves them to its device. (diffusers' DDPMScheduler holds the same schedule, but
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -40,7 +41,7 @@ class DiffusionSchedule:
 def cosine_betas() -> torch.Tensor:
     """betas (1000,) float64 of the squared-cosine schedule."""
     signal = [math.cos((t / TRAIN_STEPS + 0.008) / 1.008 * math.pi / 2) ** 2 for t in range(TRAIN_STEPS + 1)]
-    return torch.tensor([min(1 - b / a, MAX_BETA) for a, b in zip(signal[:-1], signal[1:])], dtype=torch.float64)
+    return torch.tensor([min(1 - b / a, MAX_BETA) for a, b in pairwise(signal)], dtype=torch.float64)
 
 
 def respaced_timesteps(num_steps: int) -> torch.Tensor:

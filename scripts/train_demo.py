@@ -34,7 +34,16 @@ MAR_SIZES = dict(
     draft=dict(width=96, encoder_depth=2, decoder_depth=3, num_heads=3, head_width=96, head_depth=2),
 )
 CLIP_SAMPLE_RANGE = 4.0  # in latent standard deviations
-GRID_CLASSES = ("face-smiling", "heart", "animal-mammal", "food-fruit", "country-flag", "transport-ground", "geometric", "person-role")
+GRID_CLASSES = (
+    "face-smiling",
+    "heart",
+    "animal-mammal",
+    "food-fruit",
+    "country-flag",
+    "transport-ground",
+    "geometric",
+    "person-role",
+)
 KL_WEIGHT = 1e-3  # leaves a posterior std of about a tenth of the latents' own, so that the decoder forgives small errors
 
 
@@ -67,9 +76,7 @@ def fit(model, loss_fn, evaluate, out, *, steps, lr, weight_decay, ema_decay, ch
     """
     out.mkdir(parents=True, exist_ok=True)
     path = out / "checkpoint-last.pth"
-    ema = torch.optim.swa_utils.AveragedModel(
-        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(ema_decay), use_buffers=True
-    )
+    ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(ema_decay), use_buffers=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
     step, seconds = 0, 0.0
     if path.exists():
@@ -212,7 +219,10 @@ def train_mar(args):
     config = MARConfig(num_tokens=64, token_dim=mean.shape[1], num_classes=len(names), buffer_size=8, **MAR_SIZES[args.stage])
     model = MAR(config)
     model.init_weights()
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(images)} images, scale {scale:.4f}", flush=True)
+    print(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(images)} images, scale {scale:.4f}",
+        flush=True,
+    )
 
     def loss_fn(model, step):
         g = step_generator(step)
@@ -248,7 +258,17 @@ def train_mar(args):
         return f"held-out loss {held_out_loss(model):.4f}"
 
     steps = args.steps or 6000
-    fit(model, loss_fn, evaluate, out, steps=steps, lr=args.lr or 1e-3, weight_decay=0.02, ema_decay=0.9995, checkpoint_seconds=240)
+    fit(
+        model,
+        loss_fn,
+        evaluate,
+        out,
+        steps=steps,
+        lr=args.lr or 1e-3,
+        weight_decay=0.02,
+        ema_decay=0.9995,
+        checkpoint_seconds=240,
+    )
 
 
 def main():

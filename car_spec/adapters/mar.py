@@ -1,10 +1,9 @@
 """MAR behind the four questions that samplers ask of a model: its AR steps, conditions, chains, and how tokens become images."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from car_spec.chain import DiffusionChain, HoistedHead
 from car_spec.schedule import cosine_schedule
@@ -39,19 +38,18 @@ def guidance_scale_of_step(guidance_scale: float, schedule: str, num_tokens: int
 
 
 def patchify(latents: torch.Tensor, patch_size: int) -> torch.Tensor:
-    """Latents (B, C, H, W) -> tokens (B, H W / p^2, C p^2), raster order, token channels in the order channel, row, column."""
-    b, c, height, width = latents.shape
-    p = patch_size
-    x = latents.reshape(b, c, height // p, p, width // p, p).permute(0, 2, 4, 1, 3, 5)
-    return x.reshape(b, height * width // p**2, c * p**2)
+    """Latents (B, C, H, W) -> tokens (B, N, C p^2) in raster order, p being the patch size."""
+    from einops import rearrange
+
+    return rearrange(latents, "b c (h p) (w q) -> b (h w) (c p q)", p=patch_size, q=patch_size)
 
 
 def unpatchify(tokens: torch.Tensor, patch_size: int) -> torch.Tensor:
     """The inverse of `patchify` on a square grid."""
-    b, count, channels = tokens.shape
-    p, side = patch_size, math.isqrt(count)
-    x = tokens.reshape(b, side, side, channels // p**2, p, p).permute(0, 3, 1, 4, 2, 5)
-    return x.reshape(b, channels // p**2, side * p, side * p)
+    from einops import rearrange
+
+    side = math.isqrt(tokens.shape[1])
+    return rearrange(tokens, "b (h w) (c p q) -> b c (h p) (w q)", h=side, p=patch_size, q=patch_size)
 
 
 class MARAdapter:
@@ -62,7 +60,7 @@ class MARAdapter:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         *,
         num_inference_steps: int = 100,
         temperature: float = 1.0,
@@ -71,8 +69,8 @@ class MARAdapter:
         self.model = model
         self.head = HoistedHead(model.diffloss.net, cosine_schedule(num_inference_steps))
         self.temperature, self.clip_sample_range = temperature, clip_sample_range
-        self.num_tokens = model.diffusion_pos_embed_learned.shape[1]
-        self.token_dim = model.z_proj.weight.shape[1]
+        self.num_tokens: int = model.diffusion_pos_embed_learned.shape[1]
+        self.token_dim: int = model.z_proj.weight.shape[1]
 
     def ar_steps(self, orders: torch.Tensor, num_iter: int, guidance_scale: float, guidance_schedule: str) -> list[ARStep]:
         """orders (B, N): permutations, generated from the end to the beginning as in the release. -> `num_iter` steps."""
@@ -94,6 +92,4 @@ class MARAdapter:
         self, condition: torch.Tensor, unconditional: torch.Tensor | None = None, guidance_scale: float | torch.Tensor = 1.0
     ) -> DiffusionChain:
         """Conditions (R, W) -> the chain of R rows."""
-        return DiffusionChain(
-            self.head, condition, unconditional, guidance_scale, self.temperature, self.clip_sample_range
-        )
+        return DiffusionChain(self.head, condition, unconditional, guidance_scale, self.temperature, self.clip_sample_range)

@@ -25,7 +25,7 @@ class TimestepEmbedder(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
 
     def forward(self, timesteps: torch.Tensor) -> torch.Tensor:
-        return self.mlp(timestep_embedding(timesteps).to(self.mlp[0].weight.dtype))
+        return self.mlp(timestep_embedding(timesteps).to(next(self.parameters()).dtype))
 
 
 class ResBlock(nn.Module):
@@ -69,11 +69,12 @@ class DenoisingMLP(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
-        for layer in (self.time_embed.mlp[0], self.time_embed.mlp[2]):
-            nn.init.normal_(layer.weight, std=0.02)
-        for layer in [*(b.adaLN_modulation[1] for b in self.res_blocks), self.final_layer.adaLN_modulation[1], self.final_layer.linear]:
-            nn.init.zeros_(layer.weight)
-            nn.init.zeros_(layer.bias)
+        for module in self.time_embed.mlp:
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        zero = [module.adaLN_modulation for module in [*self.res_blocks, self.final_layer]] + [self.final_layer.linear]
+        for parameter in (p for module in zero for p in module.parameters()):
+            nn.init.zeros_(parameter)
 
     def forward(self, x: torch.Tensor, timesteps: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
         y = self.time_embed(timesteps) + self.cond_embed(condition)  # (N, W)
@@ -116,4 +117,3 @@ class DiffLoss(nn.Module):
         kl = 0.5 * (log_variance - low + (low - log_variance).exp() - 1 + gap.square() * (-log_variance).exp())
         bits = kl.mean(-1) / math.log(2)
         return squared_error + torch.where(timesteps.to(x_0.device) > 0, bits, 0.0)
-

@@ -164,13 +164,18 @@ def _announced_bytes(path: Path) -> int | None:
     with open(path, "rb") as file:
         start = file.read(2**24)
     name, extra = struct.unpack("<HH", start[26:30])
-    sizes, count, strings, total = {"Double": 8, "Long": 8, "Half": 2, "BFloat16": 2, "Short": 2, "Char": 1, "Byte": 1, "Bool": 1}, 0, "", 0
+    sizes, count, strings, total = (
+        {"Double": 8, "Long": 8, "Half": 2, "BFloat16": 2, "Short": 2, "Char": 1, "Byte": 1, "Bool": 1},
+        0,
+        "",
+        0,
+    )
     try:
         for opcode, argument, _ in pickletools.genops(start[30 + name + extra :]):
             if opcode.name == "GLOBAL" and str(argument).endswith("Storage"):
                 strings = str(argument).split()[-1].removesuffix("Storage")
             elif opcode.name.startswith(("BININT", "LONG", "INT")):
-                count = int(argument)
+                count = int(argument or 0)
             elif opcode.name == "BINPERSID":  # (storage, type, key, location, number of elements)
                 total += count * sizes.get(strings, 4)
     except Exception:  # the cut lies inside the pickle itself
@@ -209,7 +214,7 @@ def infer_mar_config(checkpoint: Checkpoint, num_heads: int | None = None) -> MA
     except KeyError as missing:
         raise CheckpointError(f"{checkpoint.path} looks like a MAR checkpoint but has no {missing.args[0]}") from None
     preset = PRESETS.get(("mar", width))
-    heads = num_heads or checkpoint.metadata.get("num_heads") or (preset and preset.num_heads)
+    heads = num_heads or checkpoint.metadata.get("num_heads") or (preset.num_heads if preset else None)
     if heads is None:
         raise CheckpointError(
             f"{checkpoint.path} has width {width}, which is no preset's, and files do not store the number of heads: give --num-heads"

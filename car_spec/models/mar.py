@@ -47,9 +47,7 @@ class MAR(nn.Module):
 
         def blocks(depth: int) -> nn.ModuleList:
             norm = partial(nn.LayerNorm, eps=LN_EPS)
-            return nn.ModuleList(
-                Block(width, config.num_heads, config.mlp_ratio, qkv_bias=True, norm_layer=norm) for _ in range(depth)
-            )
+            return nn.ModuleList(Block(width, config.num_heads, config.mlp_ratio, qkv_bias=True, norm_layer=norm) for _ in range(depth))
 
         self.class_emb = nn.Embedding(config.num_classes, width)
         self.fake_latent = nn.Parameter(torch.zeros(1, width))

@@ -1,0 +1,215 @@
+"""The command line: `car-spec generate` and `car-spec info`. Plain results on stdout, progress and warnings on stderr."""
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import car_spec
+from car_spec.adapters.mar import GUIDANCE_SCHEDULES
+from car_spec.pipeline import MARPipeline, load_pipeline
+from car_spec.runs import ImageSpec, RunError, RunFolder, generate_images, image_spec, sha256_of
+
+RECIPES = Path(__file__).parent / "configs"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SAMPLING = ("num_iter", "num_inference_steps", "guidance_scale", "guidance_schedule", "temperature")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="car-spec", description="Fast sampling of continuous autoregressive image models.")
+    parser.add_argument("--version", action="version", version=f"car-spec {car_spec.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    model = argparse.ArgumentParser(add_help=False)
+    group = model.add_argument_group("model")
+    group.add_argument("--model", default="demo", help="demo, demo-draft, a checkpoint file or folder, or a hub id (default: demo)")
+    group.add_argument("--vae", help="autoencoder: kl16.ckpt or a diffusers folder (default: what lies beside the model)")
+    group.add_argument("--weights", choices=["model_ema", "model"], help="copy of the weights (default: model_ema where there is one)")
+    group.add_argument("--num-heads", type=int, help="attention heads, needed for sizes without a preset only")
+
+    generate = commands.add_parser(
+        "generate",
+        parents=[model],
+        help="make images",
+        description="Make images into a folder. A killed run goes on where it stopped when it is started again.",
+    )
+    generate.add_argument("--config", help="a recipe: a YAML file, or the name of one that is shipped; flags override it")
+    what = generate.add_argument_group("what to make")
+    what.add_argument("--classes", nargs="+", metavar="CLASS", help="ids or names; images go round them (default: all classes)")
+    what.add_argument("--num-images", type=int, help="how many images (default: one a class, at most 16)")
+    what.add_argument("--image-ids", metavar="IDS", help="make only these of the images, for instance 7 or 0-3,7")
+    what.add_argument("--image-size", type=int, help="refused unless the model makes this size; a check for recipes")
+    what.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    how = generate.add_argument_group("how (default: the model's preset)")
+    how.add_argument("--num-iter", type=int, help="AR steps, 1 to the number of tokens")
+    how.add_argument("--num-inference-steps", type=int, help="denoising steps a token, 2 to 1000")
+    how.add_argument("--guidance-scale", type=float, help="classifier-free guidance; 1 is none and never doubles the batch")
+    how.add_argument("--guidance-schedule", choices=GUIDANCE_SCHEDULES, help="over AR steps")
+    how.add_argument("--temperature", type=float, help="multiplies the noise of every denoising step")
+    where = generate.add_argument_group("where")
+    where.add_argument("--out", type=Path, default=Path("outputs"), help="folder of the images (default: %(default)s)")
+    where.add_argument("--batch-size", type=int, default=16, help="images at a time (default: %(default)s)")
+    where.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, ... (default: %(default)s)")
+    where.add_argument("--dtype", choices=DTYPES, default="float32", help="of the transformer (default: %(default)s)")
+    where.add_argument("--columns", type=int, help="of the grid (default: the number of classes, at most 8)")
+    generate.set_defaults(run=run_generate)
+
+    info = commands.add_parser("info", parents=[model], help="say what a checkpoint holds", description="Say what a checkpoint holds.")
+    info.set_defaults(run=run_info)
+    return parser
+
+
+def read_recipe(name: str, allowed: set[str]) -> dict[str, Any]:
+    """A recipe's values, by flag name. Unknown names are refused, so that a misspelt one cannot pass in silence."""
+    import yaml
+
+    path = Path(name)
+    if not path.exists():
+        path = RECIPES / f"{name.removesuffix('.yaml')}.yaml"
+        if not path.exists():
+            known = ", ".join(sorted(p.stem for p in RECIPES.glob("*.yaml")))
+            raise ValueError(f"--config {name}: there is no such file, and the shipped recipes are {known}")
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config {path} is not YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"--config {path} holds a {type(values).__name__}, not names with values")
+    values = {key.replace("-", "_"): value for key, value in values.items()}
+    unknown = sorted(set(values) - allowed)
+    if unknown:
+        raise ValueError(f"--config {path} has {', '.join(unknown)}, which generate does not know")
+    return values
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Flags over recipe over defaults. A recipe's values pass the same checks as flags: they are parsed as flags."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if getattr(args, "config", None):
+        allowed = set(vars(args)) - {"command", "run", "config"}
+        recipe: list[str] = []
+        for name, value in read_recipe(args.config, allowed).items():
+            if value is not None:
+                recipe += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
+        given = list(sys.argv[1:] if argv is None else argv)
+        args = parser.parse_args([given[0], *recipe, *given[1:]])
+    return args
+
+
+def parse_ids(text: str) -> list[int]:
+    """`0-3,7` -> [0, 1, 2, 3, 7]."""
+    ids: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not first.strip().isdigit() or (last and not last.strip().isdigit()):
+            raise ValueError(f"--image-ids {text}: {part!r} is neither a number nor a range like 0-3")
+        ids += range(int(first), int(last or first) + 1)
+    return sorted(set(ids))
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device {name} is no device of this torch") from None
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def choose_images(args: argparse.Namespace, pipeline: MARPipeline) -> tuple[list[int], list[ImageSpec]]:
+    """-> the classes of the run, and the images to make."""
+    classes = pipeline.class_ids(args.classes) if args.classes else list(range(pipeline.num_classes))
+    count = args.num_images if args.num_images is not None else min(len(classes), 16)
+    if count < 1:
+        raise ValueError(f"--num-images {count} is below 1")
+    ids = parse_ids(args.image_ids) if args.image_ids is not None else list(range(count))
+    if args.image_ids is not None and args.num_images is not None and ids[-1] >= count:
+        raise ValueError(f"--image-ids {args.image_ids} goes beyond --num-images {count}")
+    return classes, [image_spec(i, classes, args.seed) for i in ids]
+
+
+def run_generate(args: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
+    if args.batch_size < 1:
+        raise ValueError(f"--batch-size {args.batch_size} is below 1")
+    device = choose_device(args.device)
+    pipeline = load_pipeline(
+        args.model,
+        vae=args.vae,
+        weights=args.weights,
+        num_heads=args.num_heads,
+        image_size=args.image_size,
+        device=device,
+        dtype=DTYPES[args.dtype],
+    )
+    sampling = pipeline.settings(**{name: getattr(args, name) for name in SAMPLING})
+    classes, specs = choose_images(args, pipeline)
+    assert pipeline.source is not None  # load_pipeline sets it
+    settings = {
+        "sampler": "sequential",
+        "model": pipeline.preset.name,
+        "model_sha256": sha256_of(pipeline.source.model),
+        "weights": pipeline.source.copy,
+        "vae_sha256": sha256_of(pipeline.source.vae),
+        "classes": classes,
+        "seed": args.seed,
+        **sampling,
+        "dtype": args.dtype,
+    }
+    environment = {
+        "car_spec": car_spec.__version__,
+        "torch": torch.__version__,
+        "device": str(device),
+        "batch_size": args.batch_size,
+        "image_size": pipeline.image_size,
+    }
+    folder = RunFolder(args.out, settings)
+    folder.open()
+    folder.write_manifest(specs, pipeline.class_names, environment)
+    with tqdm(total=len(specs), unit="image", desc=pipeline.preset.name, file=sys.stderr) as bar:
+        made = generate_images(pipeline, folder, specs, args.batch_size, sampling, bar.update)
+    grid = folder.write_grid(specs, args.columns or min(len(classes), len(specs), 8))
+    already = f", {len(specs) - made} were there already" if made < len(specs) else ""
+    print(f"{made} images made{already}: {args.out}\ngrid: {grid}")
+
+
+def run_info(args: argparse.Namespace) -> None:
+    pipeline = load_pipeline(args.model, vae=args.vae, weights=args.weights, num_heads=args.num_heads)
+    assert pipeline.source is not None  # load_pipeline sets it
+    count = sum(p.numel() for p in pipeline.model.parameters())
+    print(f"file: {pipeline.source.model}\nsha256: {sha256_of(pipeline.source.model)}\nweights: {pipeline.source.copy}")
+    print(f"autoencoder: {pipeline.source.vae}\nparameters: {count / 1e6:.2f} M\nimage size: {pipeline.image_size}")
+    print(f"network: {pipeline.model.config}\npreset: {pipeline.preset}")
+    if pipeline.class_names:
+        print("classes: " + ", ".join(f"{i} {name}" for i, name in enumerate(pipeline.class_names)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+    try:
+        args = parse(argv)
+        args.run(args)
+    except (ValueError, RunError, OSError) as error:
+        print(f"car-spec: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ncar-spec: stopped; what was made is kept, start the same command again to go on", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,285 @@
+"""`load_pipeline(...)` and the pipeline it returns, in the style of diffusers' pipelines."""
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from car_spec.adapters.mar import GUIDANCE_SCHEDULES, MARAdapter, remaining_after_each_step, unpatchify
+from car_spec.models.presets import PRESETS, Preset
+from car_spec.sequential import noise_from_generators, sample_sequential
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKL
+
+    from car_spec.models.mar import MAR
+
+DEMO_FOLDER = Path(__file__).parent / "demo"
+DEMO_MODELS = {"demo": "mar.safetensors", "demo-draft": "mar-draft.safetensors"}
+OUTPUT_TYPES = ("pil", "np", "pt", "latent")
+
+
+class NonFiniteImageError(RuntimeError):
+    """Some images of a batch hold NaN or infinity; `indices` says which, counted within the batch."""
+
+    def __init__(self, indices: list[int]):
+        self.indices = indices
+        super().__init__(f"images {indices} of the batch are not finite; float16 overflows easily, try bfloat16 or float32")
+
+
+@dataclass
+class ImagePipelineOutput:
+    """images: a list of PIL images, or an array (B, H, W, 3) in [0, 1], or a tensor: images (B, 3, H, W) in [0, 1], or scaled latents."""
+
+    images: Any
+
+
+@dataclass(frozen=True)
+class WeightsSource:
+    """The files that a pipeline was loaded from, and which copy of the weights was taken."""
+
+    model: Path
+    copy: str
+    vae: Path
+
+
+def image_seed(seed: int, image_id: int) -> int:
+    """The seed of one image's generator: a function of the run's seed and the image's number alone (63 bits)."""
+    digest = hashlib.sha256(f"{seed}/{image_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+class MARPipeline:
+    """Class-conditional sampling with a MAR network and its autoencoder."""
+
+    def __init__(
+        self,
+        model: "MAR",
+        vae: "AutoencoderKL",
+        preset: Preset,
+        *,
+        clip_sample_range: float | None = None,
+        class_names: Sequence[str] | None = None,
+        source: WeightsSource | None = None,
+    ):
+        self.source = source
+        self.model, self.vae, self.preset = model, vae, preset
+        self.clip_sample_range = clip_sample_range
+        self.num_classes = model.class_emb.weight.shape[0]
+        self.class_names = list(class_names) if class_names else None
+        self.num_tokens, token_dim = model.config.num_tokens, model.config.token_dim
+        channels = vae.config.latent_channels
+        self.patch_size = math.isqrt(token_dim // channels)
+        if self.patch_size == 0 or channels * self.patch_size**2 != token_dim:
+            raise ValueError(f"--vae has {channels} latent channels, which do not fit the {token_dim} numbers a token of --model")
+        stride = 2 ** (len(vae.config.block_out_channels) - 1)
+        self.image_size = math.isqrt(self.num_tokens) * self.patch_size * stride
+
+    def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> "MARPipeline":
+        """Move the networks. dtype is that of the transformer and its head; the autoencoder stays in float32, as do densities."""
+        self.model.to(device=device, dtype=dtype)
+        self.vae.to(device=device)
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.fake_latent.device
+
+    def class_ids(self, class_labels: Sequence[int | str]) -> list[int]:
+        """Ids or names -> ids, checked on the host before any kernel sees them."""
+        return [self._class_id(label) for label in class_labels]
+
+    def _class_id(self, label: int | str) -> int:
+        if isinstance(label, str) and not label.lstrip("-").isdigit():
+            names = self.class_names or []
+            if label in names:
+                return names.index(label)
+            close = [n for n in names if label.lower() in n.lower()]
+            if len(close) == 1:
+                return names.index(close[0])
+            hint = f"; did you mean {', '.join(close[:5])}?" if close else f", which knows {', '.join(names[:5])}, ..." if names else ""
+            raise ValueError(f"class {label!r} is no class name of this model{hint}")
+        if not 0 <= int(label) < self.num_classes:
+            raise ValueError(f"label {label} is outside 0..{self.num_classes - 1}")
+        return int(label)
+
+    def settings(self, **given) -> dict:
+        """Sampling settings: what is given (not None), the preset's value otherwise; checked, all of them."""
+        settings = {
+            name: getattr(self.preset, name) if given.get(name) is None else given[name]
+            for name in ("num_iter", "num_inference_steps", "guidance_scale", "guidance_schedule", "temperature")
+        }
+        remaining_after_each_step(self.num_tokens, settings["num_iter"])
+        if not 2 <= settings["num_inference_steps"] <= 1000:
+            raise ValueError(f"num_inference_steps {settings['num_inference_steps']} is outside 2..1000")
+        if settings["guidance_schedule"] not in GUIDANCE_SCHEDULES:
+            raise ValueError(f"guidance_schedule {settings['guidance_schedule']!r} is none of {', '.join(GUIDANCE_SCHEDULES)}")
+        for name in ("guidance_scale", "temperature"):
+            if not (math.isfinite(settings[name]) and settings[name] >= 0):
+                raise ValueError(f"{name} {settings[name]} is not a finite number of at least 0")
+        return settings
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        class_labels: int | str | Sequence[int | str] | None = None,
+        *,
+        num_images: int | None = None,
+        num_iter: int | None = None,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
+        guidance_schedule: str | None = None,
+        temperature: float | None = None,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+        output_type: str = "pil",
+        callback: Callable[[int, torch.Tensor], None] | None = None,
+    ) -> ImagePipelineOutput:
+        """Sample one image a label.
+
+        class_labels: ids or names; None samples `num_images` images without a class.
+        num_iter: AR steps, 1..tokens. num_inference_steps: denoising steps a token. guidance_scale: 1 is no guidance.
+        guidance_schedule: linear or constant over AR steps. temperature: multiplies the noise of every denoising step.
+        generator: one for the whole batch, or one an image (then an image does not depend on the others). None seeds itself.
+        output_type: pil, np, pt or latent. callback(i, tokens (B, N, D)) is called after AR step i.
+        Whatever is None takes the model's preset. Raises ValueError for a setting out of range and NonFiniteImageError.
+        """
+        if output_type not in OUTPUT_TYPES:
+            raise ValueError(f"output_type {output_type!r} is none of {', '.join(OUTPUT_TYPES)}")
+        settings = self.settings(
+            num_iter=num_iter,
+            num_inference_steps=num_inference_steps,
+            guidance_scale=guidance_scale,
+            guidance_schedule=guidance_schedule,
+            temperature=temperature,
+        )
+        if class_labels is None:
+            labels, batch = None, 1 if num_images is None else num_images
+            if settings["guidance_scale"] != 1:
+                settings["guidance_scale"] = 1.0  # both halves would be the same
+        else:
+            listed = [class_labels] if isinstance(class_labels, int | str) else list(class_labels)
+            labels, batch = torch.tensor(self.class_ids(listed), dtype=torch.int64, device=self.device), len(listed)
+            if num_images not in (None, batch):
+                raise ValueError(f"num_images {num_images} differs from the {batch} class_labels given")
+        if batch < 1:
+            raise ValueError(
+                "there is nothing to sample: class_labels is empty" if labels is not None else f"num_images {batch} is below 1"
+            )
+        tokens = self._sample_tokens(labels, self._image_generators(generator, batch), settings, callback)
+        latents = unpatchify(tokens, self.patch_size)  # (B, C, h, w)
+        return ImagePipelineOutput(latents if output_type == "latent" else self._finish(latents, output_type))
+
+    @staticmethod
+    def _image_generators(generator: torch.Generator | Sequence[torch.Generator] | None, batch: int) -> list[torch.Generator]:
+        if isinstance(generator, Sequence):
+            if len(generator) != batch:
+                raise ValueError(f"generator holds {len(generator)} generators for {batch} images")
+            return list(generator)
+        if generator is None:
+            generator = torch.Generator()
+            generator.seed()
+        seeds = torch.randint(2**63 - 1, (batch,), generator=generator, device=generator.device).tolist()
+        return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def _sample_tokens(self, labels, generators, settings, callback) -> torch.Tensor:
+        model, batch = self.model, len(generators)
+        orders = torch.stack([torch.randperm(self.num_tokens, generator=g) for g in generators]).to(self.device)  # (B, N)
+        adapter = MARAdapter(
+            model,
+            num_inference_steps=settings["num_inference_steps"],
+            temperature=settings["temperature"],
+            clip_sample_range=self.clip_sample_range,
+        )
+        steps = adapter.ar_steps(orders, settings["num_iter"], settings["guidance_scale"], settings["guidance_schedule"])
+        noise = noise_from_generators(generators, settings["num_inference_steps"], adapter.token_dim, self.device)
+        vectors, nulls = model.class_vectors(labels, batch), model.class_vectors(None, batch)  # (B, W)
+        tokens = sample_sequential(adapter, steps, vectors, nulls, noise, callback)  # (B, N, D)
+        self._check_finite(tokens)
+        return tokens
+
+    @staticmethod
+    def _check_finite(values: torch.Tensor) -> None:
+        finite = values.flatten(1).isfinite().all(1)
+        if not finite.all():
+            raise NonFiniteImageError((~finite).nonzero()[:, 0].tolist())
+
+    def _finish(self, latents: torch.Tensor, output_type: str):
+        from car_spec.models.vae import decode_latents
+
+        images = decode_latents(self.vae, latents)  # (B, 3, H, W)
+        self._check_finite(images)
+        images = (0.5 * images + 0.5).clamp(0, 1)
+        return images if output_type == "pt" else to_pixels(images, output_type)
+
+
+def to_pixels(images: torch.Tensor, output_type: str):
+    """Images (B, 3, H, W) in [0, 1] -> an array (B, H, W, 3), or PIL images of 8 bits, rounded to nearest."""
+    array = images.permute(0, 2, 3, 1).float().cpu().numpy()
+    if output_type == "np":
+        return array
+    from PIL import Image
+
+    return [Image.fromarray(picture) for picture in (array * 255).round().astype("uint8")]
+
+
+def load_pipeline(
+    model: str | Path = "demo",
+    *,
+    vae: str | Path | None = None,
+    weights: str | None = None,
+    num_heads: int | None = None,
+    image_size: int | None = None,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> MARPipeline:
+    """Load a model and its autoencoder.
+
+    model: `demo`, `demo-draft`, a checkpoint file, a folder with one, or a hub id (organisation/name, or with /file behind it).
+    vae: the same for the autoencoder (`kl16.ckpt`, or a folder saved by diffusers). None looks for `vae` and `kl16.ckpt`
+    beside the model, and in the two folders above it. weights: `model_ema` (taken when None, where there is one) or `model`.
+    num_heads: only for sizes without a preset. image_size: refused where it is not the model's, before any weight is
+    copied. dtype: of the transformer and its head. Raises CheckpointError (a ValueError) in one sentence.
+    """
+    from car_spec.models.loading import find_file, load_mar, read_checkpoint, resolve
+    from car_spec.models.vae import load_vae
+
+    file = DEMO_FOLDER / DEMO_MODELS[str(model)] if str(model) in DEMO_MODELS else find_file(resolve(model))
+    checkpoint = read_checkpoint(file, weights)
+    network = load_mar(checkpoint, num_heads=num_heads)
+    vae_path = resolve(vae, "--vae") if vae is not None else vae_beside(file)
+    stored = checkpoint.metadata.get("preset")
+    preset = Preset(**stored) if stored else PRESETS.get(("mar", network.config.width))
+    pipeline = MARPipeline(
+        network,
+        load_vae(vae_path),
+        preset or Preset(name=file.stem, num_heads=network.config.num_heads, num_iter=network.config.num_tokens),
+        clip_sample_range=checkpoint.metadata.get("clip_sample_range"),
+        class_names=checkpoint.metadata.get("class_names") or imagenet_class_names(network.config.num_classes),
+        source=WeightsSource(file, checkpoint.copy, vae_path),
+    )
+    if image_size not in (None, pipeline.image_size):
+        raise ValueError(f"--image-size {image_size}: {pipeline.preset.name} makes {pipeline.image_size} only")
+    return pipeline.to(device, dtype)
+
+
+def vae_beside(file: Path) -> Path:
+    """The autoencoder that lies with a checkpoint, as MAR's own folders have it (mar/mar_base/..., vae/kl16.ckpt)."""
+    for folder in list(file.resolve().parents)[:3]:
+        for name in ("vae", "kl16.ckpt"):
+            if (folder / name).exists():
+                return folder / name
+    raise ValueError(f"--vae is missing: neither vae nor kl16.ckpt lies beside {file} or in the two folders above it")
+
+
+def imagenet_class_names(num_classes: int) -> list[str] | None:
+    """The names of ImageNet's 1000 classes, in the order of their ids; None for another number of classes."""
+    if num_classes != 1000:
+        return None
+    from timm.data import ImageNetInfo
+
+    info = ImageNetInfo()
+    return [info.index_to_description(i) for i in range(num_classes)]

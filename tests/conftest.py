@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from car_spec.models.loading import METADATA_KEY
 from car_spec.models.mar import MAR, MARConfig
 from car_spec.models.presets import Preset
 from car_spec.pipeline import MARPipeline, load_pipeline
@@ -106,6 +107,15 @@ def tiny_folder(tmp_path, tiny_mar, tiny_vae) -> Path:
     torch.save({"model": tiny_mar.state_dict(), "model_ema": tiny_mar.state_dict()}, folder / "checkpoint-last.pth")
     tiny_vae.save_pretrained(folder / "vae")
     return folder
+
+
+@pytest.fixture
+def tiny_file(tmp_path, tiny_mar, tiny_vae) -> Path:
+    """A file as we ship them: safetensors whose header tells what shapes cannot."""
+    metadata = {"num_heads": 4, "clip_sample_range": 3.0, "preset": {"name": "tiny", "num_heads": 4, "num_iter": 4}}
+    tiny_vae.save_pretrained(tmp_path / "shipped" / "vae")
+    save_file(tiny_mar.state_dict(), tmp_path / "shipped" / "tiny.safetensors", {METADATA_KEY: json.dumps(metadata)})
+    return tmp_path / "shipped" / "tiny.safetensors"
 
 
 @pytest.fixture(scope="session")

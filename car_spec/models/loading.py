@@ -21,6 +21,8 @@ SUFFIXES = (".safetensors", ".pth", ".ckpt", ".pt", ".bin")
 USUAL_NAMES = ("checkpoint-last.pth", "model.safetensors")  # taken where a folder holds several files
 COPIES = ("model_ema", "model", "state_dict")  # in this order of preference
 WRAPPER_PREFIXES = ("module.", "_orig_mod.")  # left behind by data-parallel training and by torch.compile
+PICKLED_INTEGERS = ("BININT", "BININT1", "BININT2", "LONG1", "LONG", "INT")
+ITEM_BYTES = {"Double": 8, "Long": 8, "Half": 2, "BFloat16": 2, "Short": 2, "Char": 1, "Byte": 1, "Bool": 1}  # others: 4
 METADATA_KEY = "car_spec"  # of a safetensors header: JSON with what tensor shapes cannot tell
 
 
@@ -116,13 +118,14 @@ def _read_safetensors(path: Path) -> Checkpoint:
 
     size = path.stat().st_size
     with open(path, "rb") as file:
-        head = file.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+        start = file.read(64)
+        length = int.from_bytes(start[:8], "little")
+        file.seek(8)
         header = file.read(length) if length <= size else b""
     try:
         entries = json.loads(header)
     except ValueError:
-        raise CheckpointError(f"{path} is not a safetensors file{_looks_like(head + header[:64])} ({size:,} bytes)") from None
+        raise CheckpointError(f"{path} is not a safetensors file{_looks_like(start)} ({size:,} bytes)") from None
     needed = 8 + length + max((e["data_offsets"][1] for n, e in entries.items() if n != "__metadata__"), default=0)
     if size < needed:
         raise CheckpointError(f"{path} is cut short: {size:,} bytes where its header announces {needed:,}; download it again")
@@ -139,7 +142,7 @@ def _read_pickle(path: Path):
     zipped = start.startswith(b"PK\x03\x04")
     if zipped and not zipfile.is_zipfile(path):
         needed = _announced_bytes(path)
-        expected = f"where its tensors alone take {needed:,}" if needed else "and not even its table of contents is whole"
+        expected = f"where its tensors alone take about {needed:,}" if needed else "and not even its table of contents is whole"
         raise CheckpointError(f"{path} is cut short: {size:,} bytes {expected}; download it again")
     if not zipped and not start.startswith(b"\x80"):  # b"\x80": a pickle of torch's format before 1.6
         raise CheckpointError(f"{path} is not a PyTorch file{_looks_like(start)} ({size:,} bytes)")
@@ -163,21 +166,16 @@ def _announced_bytes(path: Path) -> int | None:
     """How many bytes the tensors of a zip checkpoint take, from the pickle at its start, without running it."""
     with open(path, "rb") as file:
         start = file.read(2**24)
-    name, extra = struct.unpack("<HH", start[26:30])
-    sizes, count, strings, total = (
-        {"Double": 8, "Long": 8, "Half": 2, "BFloat16": 2, "Short": 2, "Char": 1, "Byte": 1, "Bool": 1},
-        0,
-        "",
-        0,
-    )
+    name, extra = struct.unpack("<HH", start[26:30])  # of the first entry, which is the pickle
+    storage, count, total = "", 0, 0
     try:
         for opcode, argument, _ in pickletools.genops(start[30 + name + extra :]):
             if opcode.name == "GLOBAL" and str(argument).endswith("Storage"):
-                strings = str(argument).split()[-1].removesuffix("Storage")
-            elif opcode.name.startswith(("BININT", "LONG", "INT")):
+                storage = str(argument).split()[-1].removesuffix("Storage")
+            elif opcode.name in PICKLED_INTEGERS:
                 count = int(argument or 0)
-            elif opcode.name == "BINPERSID":  # (storage, type, key, location, number of elements)
-                total += count * sizes.get(strings, 4)
+            elif opcode.name == "BINPERSID":  # ends (storage, type, key, location, number of elements)
+                total += count * ITEM_BYTES.get(storage, 4)
     except Exception:  # the cut lies inside the pickle itself
         return None
     return total or None

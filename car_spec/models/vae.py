@@ -129,7 +129,7 @@ def load_vae(path: Path) -> "AutoencoderKL":
     from diffusers import AutoencoderKL
 
     if path.is_dir() and (path / "config.json").exists():
-        vae = AutoencoderKL.from_pretrained(path, local_files_only=True)
+        vae = AutoencoderKL.from_pretrained(path, local_files_only=True, low_cpu_mem_usage=False)
         return vae.eval().requires_grad_(False)
     checkpoint = read_checkpoint(find_file(path))
     return build_kl16(vae_state(checkpoint), checkpoint.path)

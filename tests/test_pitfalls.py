@@ -417,7 +417,9 @@ def test_hub_ids_load_from_the_local_cache(tmp_path, tiny_folder, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert resolve("someone/tiny-mar/checkpoint-last.pth").name == "checkpoint-last.pth"
     assert load_pipeline("someone/tiny-mar", num_heads=4).image_size == 8
-    with pytest.raises(CheckpointError, match=r"^--model someone/absent: .* not in the hub's local cache, and the hub could not be reached"):
+    with pytest.raises(
+        CheckpointError, match=r"^--model someone/absent: .* not in the hub's local cache, and the hub could not be reached"
+    ):
         load_pipeline("someone/absent")
 
 
@@ -440,7 +442,9 @@ def test_a_folder_with_several_checkpoints_asks_which(tmp_path, tiny_mar):
 
 
 def test_a_width_without_preset_asks_for_the_heads(tiny_folder):
-    with pytest.raises(CheckpointError, match=r"width 32, which is no preset's, and files do not store the number of heads: give --num-heads"):
+    with pytest.raises(
+        CheckpointError, match=r"width 32, which is no preset's, and files do not store the number of heads: give --num-heads"
+    ):
         load_pipeline(tiny_folder)
 
 

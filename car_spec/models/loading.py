@@ -85,7 +85,7 @@ def read_checkpoint(path: Path, weights: str | None = None) -> Checkpoint:
     """
     path = find_file(Path(path))
     if path.suffix == ".safetensors":
-        return _read_safetensors(path)
+        return _read_safetensors(path, weights)
     content = _read_pickle(path)
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a dictionary of tensors")
@@ -113,7 +113,7 @@ def _choose_copy(path: Path, content: Mapping, weights: str | None) -> tuple[str
     return (present[0], content[present[0]]) if present else ("flat", content)
 
 
-def _read_safetensors(path: Path) -> Checkpoint:
+def _read_safetensors(path: Path, weights: str | None) -> Checkpoint:
     from safetensors import safe_open
 
     size = path.stat().st_size
@@ -132,7 +132,10 @@ def _read_safetensors(path: Path) -> Checkpoint:
     with safe_open(str(path), framework="pt") as reader:
         metadata = json.loads((reader.metadata() or {}).get(METADATA_KEY, "{}"))
         state = {_strip(name): reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118  safe_open is no mapping
-    return Checkpoint(path, metadata.get("copy", "flat"), state, metadata)
+    copy = metadata.get("copy", "flat")
+    if weights not in (None, copy):
+        raise CheckpointError(f"--weights {weights}: {path} holds {'one flat copy' if copy == 'flat' else copy} only")
+    return Checkpoint(path, copy, state, metadata)
 
 
 def _read_pickle(path: Path):

@@ -1,0 +1,123 @@
+"""The command line as a user meets it, and the API's conveniences."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+
+from car_spec.cli import RECIPES, main, parse, parse_ids
+from car_spec.runs import image_grid
+
+
+def run(capsys, *flags):
+    code = main([str(flag) for flag in flags])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def quick(file, out, *flags):
+    return ["generate", "--model", file, "--out", out, "--num-iter", "2", "--num-inference-steps", "3", *flags]
+
+
+def test_generate_writes_images_a_grid_and_says_where(tiny_file, tmp_path, capsys):
+    code, out, err = run(capsys, *quick(tiny_file, tmp_path / "out", "--classes", 3, 7, "--num-images", 5))
+    assert code == 0
+    assert out == f"5 images made: {tmp_path / 'out'}\ngrid: {tmp_path / 'out' / 'grid.png'}\n"
+    assert "image/s" in err or "s/image" in err
+    assert sorted(p.name for p in (tmp_path / "out").glob("0*.png")) == [f"{i:06d}.png" for i in range(5)]
+    assert Image.open(tmp_path / "out" / "000004.png").size == (8, 8)
+    assert Image.open(tmp_path / "out" / "grid.png").size == (2 * 66 - 2, 3 * 66 - 2)  # 8 pixels magnified to 64, gaps of 2
+
+
+def test_running_again_makes_nothing_and_growing_makes_the_rest(tiny_file, tmp_path, capsys):
+    assert run(capsys, *quick(tiny_file, tmp_path / "out", "--num-images", 3))[0] == 0
+    assert run(capsys, *quick(tiny_file, tmp_path / "out", "--num-images", 3))[1].startswith("0 images made, 3 were there already")
+    assert run(capsys, *quick(tiny_file, tmp_path / "out", "--num-images", 5))[1].startswith("2 images made, 3 were there already")
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert [image["id"] for image in manifest["images"]] == list(range(5))
+
+
+def test_one_image_alone_has_the_pixels_of_the_whole_run(tiny_file, tmp_path, capsys):
+    run(capsys, *quick(tiny_file, tmp_path / "all", "--num-images", 8))
+    run(capsys, *quick(tiny_file, tmp_path / "one", "--image-ids", 7))
+    alone, whole = (torch.tensor(list(Image.open(tmp_path / name / "000007.png").tobytes())) for name in ("one", "all"))
+    assert (alone - whole).abs().max() <= 1  # rounding depends on the size of the batch
+    assert [p.name for p in (tmp_path / "one").glob("0*.png")] == ["000007.png"]
+
+
+def test_a_recipe_sets_values_and_flags_override_it(tiny_file, tmp_path, capsys):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"model: {tiny_file}\nclasses: [1, 2]\nnum_images: 2\nnum-iter: 3\nguidance_scale: 2.5\nseed: null\n")
+    args = parse(["generate", "--config", str(recipe), "--num-iter", "2"])
+    assert (args.classes, args.num_images, args.num_iter, args.guidance_scale, args.seed) == (["1", "2"], 2, 2, 2.5, 0)
+    assert run(capsys, "generate", "--config", recipe, "--out", tmp_path / "out", "--num-inference-steps", 2)[0] == 0
+    settings = json.loads((tmp_path / "out" / "manifest.json").read_text())["settings"]
+    assert settings["classes"] == [1, 2] and settings["num_iter"] == 3 and settings["guidance_scale"] == 2.5
+
+
+@pytest.mark.parametrize(
+    "content, sentence",
+    [
+        ("gudance_scale: 2", "has gudance_scale, which generate does not know"),
+        ("- 1\n- 2", "holds a list, not names with values"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_a_recipe_with_a_mistake_is_refused(tmp_path, capsys, content, sentence):
+    (tmp_path / "bad.yaml").write_text(content)
+    code, _, err = run(capsys, "generate", "--config", tmp_path / "bad.yaml")
+    assert code == 2 and sentence in err
+    assert "shipped recipes are demo, mar-base" in run(capsys, "generate", "--config", "absent")[2]
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_recipes_parse(recipe):
+    args = parse(["generate", "--config", recipe.stem])
+    assert args.num_images >= 1
+    if recipe.stem.startswith("mar-"):
+        assert (args.num_iter, args.num_inference_steps, args.guidance_schedule, args.image_size) == (256, 100, "linear", 256)
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (["--classes", "10"], "label 10 is outside 0..9"),
+        (["--classes", "cat"], "class 'cat' is no class name of this model"),
+        (["--num-images", "0"], "--num-images 0 is below 1"),
+        (["--batch-size", "0"], "--batch-size 0 is below 1"),
+        (["--image-ids", "3-x"], "--image-ids 3-x: '3-x' is neither a number nor a range"),
+        (["--image-ids", "9", "--num-images", "4"], "--image-ids 9 goes beyond --num-images 4"),
+        (["--num-iter", "17"], "num_iter 17 is outside 1..16"),
+        (["--num-inference-steps", "1"], "num_inference_steps 1 is outside 2..1000"),
+        (["--weights", "model"], "--weights model"),
+        (["--vae", "/nowhere/kl16"], "--vae /nowhere/kl16: there is no such file or folder"),
+    ],
+)
+def test_bad_flags_are_one_sentence_and_leave_no_folder(tiny_file, tmp_path, capsys, flags, sentence):
+    code, out, err = run(capsys, "generate", "--model", tiny_file, "--out", tmp_path / "out", *flags)
+    assert code == 2 and out == ""
+    assert sentence in err and err.count("\n") == 1 and "Traceback" not in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unreadable_manifest_is_refused(tiny_file, tmp_path, capsys):
+    (tmp_path / "manifest.json").write_text("{}")
+    assert "its manifest.json is no manifest of car_spec" in run(capsys, *quick(tiny_file, tmp_path))[2]
+
+
+def test_info_says_what_a_checkpoint_holds(tiny_file, capsys):
+    code, out, _ = run(capsys, "info", "--model", tiny_file)
+    assert code == 0
+    assert "image size: 8" in out and "head_depth=2" in out and "sha256: " in out and "weights: flat" in out
+
+
+def test_id_lists():
+    assert parse_ids("0-3,7") == [0, 1, 2, 3, 7]
+    assert parse_ids("7,1,1") == [1, 7]
+
+
+def test_grids_magnify_small_images_and_keep_large_ones():
+    small, large = Image.new("RGB", (32, 32), "red"), Image.new("RGB", (256, 256), "red")
+    assert image_grid([small] * 3, columns=2).size == (130, 130)
+    assert image_grid([large] * 2, columns=2).size == (514, 256)

@@ -117,6 +117,8 @@ class DiffusionChain:
     clip_sample_range: the clean sample is clamped to +- this, as in diffusers' schedulers; None does not clamp.
     """
 
+    equal_std = False  # the head learned the variance
+
     def __init__(
         self,
         head: HoistedHead,
@@ -129,6 +131,7 @@ class DiffusionChain:
         if temperature < 0:
             raise ValueError(f"temperature {temperature} is negative")
         self.head, self.num_rows, self.num_steps = head, len(condition), head.num_steps
+        self.decay = head._columns[:, 3]
         self.guided = unconditional is not None
         self.scale = guidance_scale[:, None] if isinstance(guidance_scale, torch.Tensor) else guidance_scale
         self.log_temperature = math.log(temperature) if temperature > 0 else -math.inf

@@ -1,6 +1,7 @@
 """The chain as an object: any (row, step) pairs in one call, hoisted or not, guided or not; and the AR schedule."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -120,7 +121,7 @@ def test_ar_steps_partition_the_tokens_for_every_number_of_iterations(side, data
     tokens = side * side
     num_iter = data.draw(st.integers(1, tokens))
     counts = [tokens, *remaining_after_each_step(tokens, num_iter)[:-1], 0]
-    predicted = [a - b for a, b in zip(counts, counts[1:])]
+    predicted = [a - b for a, b in pairwise(counts)]
     assert len(predicted) == num_iter and sum(predicted) == tokens and min(predicted) >= 1
     with pytest.raises(ValueError, match=rf"num_iter {tokens + 1} is outside 1\.\.{tokens}"):
         remaining_after_each_step(tokens, tokens + 1)

@@ -1,0 +1,187 @@
+"""Autospeculation of a chain: y_0 from y_K without K sequential calls (Hu et al. 2025, with block verification).
+
+A drafter proposes up to `window` transitions; one call of the chain evaluates all drafted states; verification keeps a prefix and
+replaces the first state that fails. Every row has its own pointer, and finished rows leave the batch. The outcome follows the
+chain's own law exactly, whatever the drafter says.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+
+from car_spec.chain import Prediction
+from car_spec.gaussian import Gaussian
+from car_spec.noise import Noise
+from car_spec.verify import Verdict, verify_block, verify_block_equal_std, verify_token_wise
+
+DRAFTERS = ("free", "frozen", "model")
+
+
+class PredictiveChain(Protocol):
+    """A chain whose transitions are affine in the state once a prediction is given: mean = decay[k] * y + (terms without y)."""
+
+    num_steps: int
+    num_rows: int
+    equal_std: bool  # the std of a transition does not depend on the prediction
+    decay: torch.Tensor  # (K,)
+
+    def predict(self, y: torch.Tensor, k: torch.Tensor, rows: torch.Tensor) -> Prediction: ...
+
+    def transition(self, prediction: Prediction, y: torch.Tensor, k: torch.Tensor) -> Gaussian: ...
+
+
+class Path(NamedTuple):
+    """Every state of R rows and the law it was drawn from. Steps above a row's start hold zeros."""
+
+    states: torch.Tensor  # (R, K + 1, D): states[:, k] = y_k
+    mean: torch.Tensor  # (R, K, D): law of y_k given y_{k+1}
+    log_std: torch.Tensor  # (R, K, D)
+
+
+@dataclass
+class ChainTrace:
+    """Calls and rows of the network behind a chain, and what verification did."""
+
+    calls: int = 0
+    rows: int = 0
+    draft_calls: int = 0
+    fallbacks: int = 0
+    accepted: list[int] = field(default_factory=list)  # transitions a round and row
+
+    def count(self, rows: int) -> None:
+        self.calls += 1
+        self.rows += rows
+
+
+def decay_tables(decay: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """For drafts of `window` transitions from step k down: X_{j+1} = first[k, j] X_0 + sum_i mixing[k, j, i] v_i.
+
+    decay (K,) -> first (K, G), mixing (K, G, G) lower triangular, so that a whole draft is one product instead of a loop:
+    X_{j+1} = decay[k - j] X_j + v_j.
+    """
+    steps = torch.arange(len(decay), device=decay.device)[:, None] - torch.arange(window, device=decay.device)  # (K, G): k - j
+    factor = decay[steps.clamp_min(0)]
+    mixing = torch.eye(window, device=decay.device).expand(len(decay), -1, -1).clone()
+    for j in range(1, window):
+        mixing[:, j, :j] = factor[:, j, None] * mixing[:, j - 1, :j]
+    return factor.cumprod(1), mixing
+
+
+def autospeculate(
+    chain: PredictiveChain,
+    y: torch.Tensor,
+    noise: Noise,
+    *,
+    start: torch.Tensor | None = None,
+    window: int = 12,
+    drafter: str = "free",
+    draft_chain: PredictiveChain | None = None,
+    token_wise: bool = False,
+    trace: ChainTrace | None = None,
+) -> Path:
+    """Sample all rows of a chain: y (R, D) is the state above step `start` (R,), the next to be taken (default K - 1, the first).
+
+    drafter: `free` re-uses the prediction of the last verification, one call a round; `frozen` asks for a fresh prediction at the
+    current state first, two calls a round; `model` lets `draft_chain` draft, one call of it a transition.
+    """
+    if window < 1:
+        raise ValueError(f"window {window} is below 1")
+    if drafter not in DRAFTERS:
+        raise ValueError(f"drafter {drafter!r} is none of {', '.join(DRAFTERS)}")
+    if (drafter == "model") != (draft_chain is not None):
+        raise ValueError(f"drafter {drafter!r} {'needs' if drafter == 'model' else 'takes no'} draft_chain")
+    trace = ChainTrace() if trace is None else trace
+    rows_total, dim, num_steps, device = len(y), y.shape[-1], chain.num_steps, y.device
+    window = min(window, num_steps)
+    first, mixing = decay_tables(chain.decay, window)
+    path = Path(
+        y.new_zeros(rows_total, num_steps + 1, dim), y.new_zeros(rows_total, num_steps, dim), y.new_zeros(rows_total, num_steps, dim)
+    )
+    rows = torch.arange(rows_total, device=device)  # the rows that are not finished
+    k = torch.full((rows_total,), num_steps - 1, device=device) if start is None else start.clone()  # their next step
+    path.states[rows, k + 1] = y
+    offsets = torch.arange(window + 1, device=device)
+    verify = verify_token_wise if token_wise else verify_block_equal_std if chain.equal_std else verify_block
+    prediction: Prediction | None = None
+
+    while len(rows):
+        if prediction is None or drafter == "frozen":
+            prediction = chain.predict(y, k, rows)
+            trace.count(len(rows))
+        length = k.clamp_max(window)  # (M,): transitions k ... k - length + 1, all of them with noise
+        steps = (k[:, None] - offsets).clamp_min(0)  # (M, G + 1)
+        xi = noise.of(rows).normal(window, dim)
+        if draft_chain is None:
+            states, draft = _draft(chain, prediction, y, steps[:, :-1], first[k], mixing[k], xi)
+        else:
+            states, draft = _draft_by_model(draft_chain, y, steps[:, :-1], rows, xi)
+            trace.draft_calls += window
+
+        real = offsets <= length[:, None]  # (M, G + 1): X_0 ... X_length
+        flat_rows = rows[:, None].expand_as(steps)[real]
+        fresh = chain.predict(states[real], steps[real], flat_rows)
+        trace.count(len(flat_rows))
+        law = chain.transition(fresh, states[real], steps[real])
+        target = Gaussian(_spread(law.mean, real), _spread(law.log_std, real))  # (M, G + 1, D)
+
+        inside = offsets[:-1] < length[:, None]
+        safe = Gaussian(target.mean[:, :-1], torch.where(inside[..., None], target.log_std[:, :-1], 0.0))
+        log_ratios = torch.where(inside, safe.log_prob(states[:, 1:]) - draft.log_prob(states[:, 1:]), 0.0)
+        verdict: Verdict = verify(log_ratios, length, safe, draft, noise.of(rows))
+        tau, complete = verdict.accepted, verdict.accepted == length
+        trace.fallbacks += verdict.fallbacks
+        trace.accepted += tau.tolist()
+
+        # write down what stands, and the replacement
+        known = offsets[:-1] < (tau + (~complete).long())[:, None]  # transitions whose outcome is decided
+        after = torch.where((offsets[:-1] == tau[:, None])[..., None], verdict.replacement[:, None], states[:, 1:])  # (M, G, D)
+        where = (rows[:, None].expand_as(known)[known], steps[:, :-1][known])
+        path.states[where], path.mean[where], path.log_std[where] = after[known], safe.mean[known], safe.log_std[known]
+
+        here = torch.arange(len(rows), device=device)
+        y = torch.where(complete[:, None], states[here, tau], verdict.replacement)
+        k = k - tau - (~complete).long()
+        prediction = Prediction(_spread(fresh.x_0, real)[here, tau], _spread(fresh.fraction, real)[here, tau])
+        ended = complete & (k == 0)  # the prediction is that of this very state: the last, deterministic step is known
+        if ended.any():
+            last = target.mean[here, tau][ended]
+            path.states[rows[ended], 0] = last
+            path.mean[rows[ended], 0], path.log_std[rows[ended], 0] = last, -torch.inf
+            left = ~ended
+            rows, k, y = rows[left], k[left], y[left]
+            prediction = Prediction(prediction.x_0[left], prediction.fraction[left])
+    return path
+
+
+def _spread(values: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """Values (n, D) at the True places of real (M, G + 1) -> (M, G + 1, D), zero elsewhere."""
+    out = values.new_zeros(*real.shape, values.shape[-1])
+    out[real] = values
+    return out
+
+
+def _draft(chain, prediction: Prediction, y, steps, first, mixing, xi) -> tuple[torch.Tensor, Gaussian]:
+    """One prediction re-used at every step (M, G): states X_0 ... X_G (M, G + 1, D) and the laws of X_1 ... X_G."""
+    shape = (*steps.shape, y.shape[-1])
+    repeated = Prediction(*(part[:, None].expand(shape).flatten(0, 1) for part in prediction))
+    law = chain.transition(repeated, torch.zeros_like(repeated.x_0), steps.flatten())  # what does not depend on the state
+    offset, log_std = law.mean.view(shape), law.log_std.view(shape)
+    # step 0 appears in the padding only
+    log_std = torch.where(steps[..., None] > 0, log_std, 0.0)
+    moved = torch.addcmul(offset, log_std.exp(), xi)
+    states = torch.cat([y[:, None], torch.addcmul(torch.bmm(mixing, moved), first[..., None], y[:, None])], 1)
+    mean = torch.addcmul(offset, chain.decay[steps][..., None], states[:, :-1])
+    return states, Gaussian(mean, log_std)
+
+
+def _draft_by_model(draft_chain, y, steps, rows, xi) -> tuple[torch.Tensor, Gaussian]:
+    """The other network's chain, one call a step."""
+    states, means, log_stds = [y], [], []
+    for j in range(steps.shape[1]):
+        law = draft_chain.transition(draft_chain.predict(states[-1], steps[:, j], rows), states[-1], steps[:, j])
+        log_std = torch.where(steps[:, j, None] > 0, law.log_std, 0.0)
+        states.append(torch.addcmul(law.mean, log_std.exp(), xi[:, j]))
+        means.append(law.mean)
+        log_stds.append(log_std)
+    return torch.stack(states, 1), Gaussian(torch.stack(means, 1), torch.stack(log_stds, 1))

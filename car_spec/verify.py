@@ -1,0 +1,190 @@
+"""Verification of a drafted sequence: how many of its transitions stand, and what replaces the first that does not.
+
+B sequences of up to G transitions. Transition i (0-based) leads from state X_i to X_{i+1}; `log_ratios` (B, G) holds
+log target(X_{i+1}) - log draft(X_{i+1}); shorter sequences are padded, `lengths` (B,) counts the real transitions. tau (B,) is the
+number of accepted transitions. Where tau < length, the next state is drawn from the residual of transition tau.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from car_spec.coupling import (
+    log_residual_mass,
+    residual_equal_std,
+    separation,
+    win_probability,
+)
+from car_spec.gaussian import Gaussian
+from car_spec.noise import Noise
+
+MAX_TRIES = 2**20  # draws a residual may take; a sane run never comes near it
+
+
+class Verdict(NamedTuple):
+    """What verification decided for B sequences."""
+
+    accepted: torch.Tensor  # (B,) tau, 0..length
+    replacement: torch.Tensor  # (B, D) the next state where accepted < length; undefined elsewhere
+    fallbacks: int  # residual draws that met MAX_TRIES and became fresh target draws; 0 in any healthy run
+
+
+def token_wise_accepted(log_ratios: torch.Tensor, lengths: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """tau of token-wise verification: stop at the first i with u_i >= exp(min(0, l_i)). uniform (B, G)."""
+    failed = (uniform.log() >= log_ratios) | _padding(log_ratios, lengths)
+    return torch.where(failed.any(1), failed.int().argmax(1), lengths)
+
+
+def block_log_acceptance(log_ratios: torch.Tensor) -> torch.Tensor:
+    """log p_0 ... log p_G (B, G + 1): log p_i = min(0, log p_{i-1} + l_i) without a loop (Sun et al. 2024, Algorithm 2)."""
+    total = log_ratios.cumsum(1)
+    log_p = total - total.clamp_min(0).cummax(1).values
+    return torch.cat([torch.zeros_like(log_p[:, :1]), log_p], 1)
+
+
+def _padding(log_ratios: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    return torch.arange(log_ratios.shape[1], device=lengths.device) >= lengths[:, None]
+
+
+def _pick(law: Gaussian, index: torch.Tensor) -> Gaussian:
+    """Laws (B, G, D) at one transition a sequence (B,) -> (B, D); an index of G gives the last, which is then not used."""
+    rows = torch.arange(len(index), device=index.device)
+    index = index.clamp_max(law.mean.shape[1] - 1)
+    return Gaussian(law.mean[rows, index], law.log_std[rows, index])
+
+
+def verify_token_wise(log_ratios: torch.Tensor, lengths: torch.Tensor, target: Gaussian, draft: Gaussian, noise: Noise) -> Verdict:
+    """Accept while u_i < target / draft; replace from r_1 (Leviathan et al. 2023, De Bortoli et al. 2025). Any stds."""
+    accepted = token_wise_accepted(log_ratios, lengths, noise.uniform(log_ratios.shape[1]))
+    short = accepted < lengths
+    zeros = torch.zeros_like(log_ratios[:, 0])
+    replacement, fallbacks = draw_residual(_pick(target, accepted), _pick(draft, accepted), zeros, short, noise)
+    return Verdict(accepted, replacement, fallbacks)
+
+
+def draw_residual(
+    target: Gaussian, draft: Gaussian, log_alpha: torch.Tensor, wanted: torch.Tensor, noise: Noise
+) -> tuple[torch.Tensor, int]:
+    """r_alpha by rejection for the sequences (B,) in the mask `wanted` -> (B, D) and the number of fallbacks."""
+    index = wanted.nonzero()[:, 0]
+    race = _race(_take(target, index), _take(draft, index), log_alpha[index], index, torch.zeros_like(index), noise, lose=False)
+    out = torch.zeros_like(target.mean)
+    out[index] = race.draw
+    return out, race.fallbacks
+
+
+def verify_block(log_ratios: torch.Tensor, lengths: torch.Tensor, target: Gaussian, draft: Gaussian, noise: Noise) -> Verdict:
+    """Block verification with unequal stds: tau by a race at every i from the last to the first, never stopping at a first failure.
+
+    At i = G accept with probability p_G. At i < G repeat: lose with probability (1 - p_i) / (2 - p_i), else draw y ~ target of
+    transition i and win with probability max(0, p_i - draft(y) / target(y)). P(win) = S / (S + 1 - p_i) = h_i, and the winning
+    y is a draw from r_alpha with alpha = p_i, so it is the next state. tau is the largest i that wins; where p_i = 1 it must.
+    The races are independent of each other and run side by side.
+    """
+    log_p = block_log_acceptance(log_ratios)  # (B, G + 1)
+    last = log_p.gather(1, lengths[:, None])[:, 0]
+    everything = noise.uniform(1)[:, 0].log() < last  # (B,)
+
+    steps = torch.arange(log_p.shape[1], device=log_p.device)
+    inside = steps < lengths[:, None]  # (B, G + 1): i < G
+    certain = torch.where(inside & (log_p >= 0), steps, 0).amax(1)  # (B,) the largest i with p_i = 1: the race ends there at the latest
+    entered = inside & (steps >= certain[:, None]) & ~everything[:, None]
+    sequence, transition = entered.nonzero().T  # pairs in the order of sequences
+    race = _race(
+        Gaussian(target.mean[sequence, transition], target.log_std[sequence, transition]),
+        Gaussian(draft.mean[sequence, transition], draft.log_std[sequence, transition]),
+        log_p[sequence, transition],
+        sequence,
+        transition,
+        noise,
+    )
+    won = torch.full_like(lengths, -1).scatter_reduce(0, sequence, torch.where(race.won, transition, -1), "amax")
+    accepted = torch.where(everything, lengths, won)
+    replacement = torch.zeros_like(target.mean[:, 0])
+    winner = race.won & (transition == won[sequence])
+    replacement[sequence[winner]] = race.draw[winner]
+    return Verdict(accepted, replacement, race.fallbacks)
+
+
+class _Race(NamedTuple):
+    won: torch.Tensor  # (P,) bool
+    draw: torch.Tensor  # (P, D) the winning draw
+    fallbacks: int
+
+
+def _take(law: Gaussian, index: torch.Tensor) -> Gaussian:
+    return Gaussian(law.mean[index], law.log_std[index])
+
+
+def _race(
+    target: Gaussian,
+    draft: Gaussian,
+    log_p: torch.Tensor,
+    sequence: torch.Tensor,
+    transition: torch.Tensor,
+    noise: Noise,
+    lose: bool = True,
+) -> _Race:
+    """P races side by side, pair j belonging to (sequence[j], transition[j]); a pair below a won one of its sequence is dropped.
+
+    How many tries a sequence takes at a time depends on its own pairs only, so a sequence never feels its neighbours.
+    """
+    won = torch.zeros(len(log_p), dtype=torch.bool, device=log_p.device)
+    draw = torch.zeros_like(target.mean)
+    lose_probability = (1 - log_p.exp()) / (2 - log_p.exp()) if lose else torch.zeros_like(log_p)
+    active = torch.arange(len(log_p), device=log_p.device)
+    best = torch.full((int(sequence.max()) + 1 if len(sequence) else 0,), -1, device=sequence.device)
+    tries, done, fallbacks = 4, 0, 0
+    while len(active):
+        drawn = noise.of(sequence[active])
+        normal, uniform = drawn.normal(tries, target.mean.shape[-1]), drawn.uniform(tries, 2)  # (P, T, D), (P, T, 2)
+        law, other = _take(target, active), _take(draft, active)
+        y = law.mean[:, None] + law.log_std.exp()[:, None] * normal
+        chance = win_probability(
+            Gaussian(law.mean[:, None], law.log_std[:, None]), Gaussian(other.mean[:, None], other.log_std[:, None]), log_p[active, None], y
+        )
+        loses = uniform[..., 0] < lose_probability[active, None]
+        wins = ~loses & (uniform[..., 1] < chance)
+        ended = (loses | wins).any(1)
+        first = (loses | wins).int().argmax(1)
+        rows = torch.arange(len(active), device=active.device)
+        winning = ended & wins[rows, first]
+        won[active[winning]] = True
+        draw[active[winning]] = y[rows, first][winning]
+        best.scatter_reduce_(0, sequence[active[winning]], transition[active[winning]], "amax")
+        done += tries
+        if done >= MAX_TRIES:  # such a pair's residual is empty to within rounding: its laws agree
+            left = active[~ended & (transition[active] > best[sequence[active]])]
+            fallbacks += len(left)
+            won[left] = True
+            draw[left] = _take(target, left).sample(noise.of(sequence[left]).normal(draw.shape[-1]))
+            break
+        active = active[~ended & (transition[active] > best[sequence[active]])]
+        tries = min(2 * tries, 256)
+    return _Race(won, draw, fallbacks)
+
+
+def verify_block_equal_std(
+    log_ratios: torch.Tensor, lengths: torch.Tensor, target: Gaussian, draft: Gaussian, noise: Noise
+) -> Verdict:
+    """Block verification with equal stds, in closed form: h_i = S / (S + 1 - p_i) with S of `log_residual_mass`, h_G = p_G."""
+    log_p = block_log_acceptance(log_ratios)  # (B, G + 1)
+    steps = torch.arange(log_p.shape[1], device=log_p.device)
+    delta, _ = separation(target, draft)  # (B, G)
+    mass = log_residual_mass(delta, log_p[:, :-1]).exp()  # (B, G)
+    miss = -torch.expm1(log_p[:, :-1].double())
+    h = torch.where(miss > 0, mass / (mass + miss), 1.0)  # p_i = 1: accept, also where S = 0
+    h = torch.cat([h, torch.zeros_like(h[:, :1])], 1)
+    h = torch.where(steps == lengths[:, None], log_p.double().exp(), h)
+    stands = (noise.uniform(log_p.shape[1]) < h) & (steps <= lengths[:, None])
+    accepted = torch.where(stands, steps, 0).amax(1)
+    rows = torch.arange(len(lengths), device=lengths.device)
+    replacement = residual_equal_std(
+        _pick(target, accepted),
+        _pick(draft, accepted),
+        log_p[rows, accepted],
+        noise.uniform(1)[:, 0],
+        noise.normal(target.mean.shape[-1]),
+    )
+    return Verdict(accepted, replacement, 0)
+

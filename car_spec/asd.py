@@ -31,6 +31,14 @@ class PredictiveChain(Protocol):
     def transition(self, prediction: Prediction, y: torch.Tensor, k: torch.Tensor) -> Gaussian: ...
 
 
+class NonFiniteError(RuntimeError):
+    """A network said NaN or infinity; `rows` holds the indices of the rows it happened to."""
+
+    def __init__(self, rows: torch.Tensor):
+        self.rows = rows
+        super().__init__(f"the network's output is not finite at {rows.tolist()}")
+
+
 class Path(NamedTuple):
     """Every state of R rows and the law it was drawn from. Steps above a row's start hold zeros."""
 
@@ -123,6 +131,8 @@ def autospeculate(
         fresh = chain.predict(states[real], steps[real], flat_rows)
         trace.count(len(flat_rows))
         law = chain.transition(fresh, states[real], steps[real])
+        if not law.mean.isfinite().all():
+            raise NonFiniteError(flat_rows[~law.mean.isfinite().all(-1)].unique())
         target = Gaussian(_spread(law.mean, real), _spread(law.log_std, real))  # (M, G + 1, D)
 
         inside = offsets[:-1] < length[:, None]

@@ -39,22 +39,23 @@ def sample_sequential(
     never runs the unconditional half.
     """
     batch = len(class_vectors)
-    guided = any(step.guidance_scale != 1 for step in steps)
-    vectors = torch.cat([class_vectors, null_vectors]) if guided else class_vectors  # (H B, W), H = 2 or 1
+    vectors = guidance_halves(steps, class_vectors, null_vectors)  # (B, H, W)
     tokens = class_vectors.new_zeros(batch, adapter.num_tokens, adapter.token_dim, dtype=torch.float32)
     mask = tokens.new_ones(batch, adapter.num_tokens)
+    rows = torch.arange(batch, device=tokens.device)[:, None]
     for i, step in enumerate(steps):
-        seen, hidden = (torch.cat([tokens, tokens]), torch.cat([mask, mask])) if guided else (tokens, mask)
-        z = adapter.conditions(seen, hidden, vectors)  # (H B, N, W)
-        index = step.positions[..., None].expand(-1, -1, z.shape[-1])  # (B, n, W)
-        condition = z[:batch].gather(1, index).flatten(0, 1)  # (B n, W)
-        unconditional = z[batch:].gather(1, index).flatten(0, 1) if guided else None
-        chain = adapter.chain(condition, unconditional, step.guidance_scale)
+        z = adapter.conditions(tokens, mask, vectors)  # (B, H, N, W)
+        conditions = z.transpose(1, 2)[rows, step.positions].flatten(0, 1)  # (B n, H, W)
         initial, step_noise = noise(step.positions)
-        y = sample_chain(chain, initial.flatten(0, 1), step_noise.flatten(0, 1))  # (B n, D)
-        y = y.view(batch, -1, adapter.token_dim)
-        tokens = tokens.scatter(1, step.positions[..., None].expand_as(y), y)
-        mask = mask.scatter(1, step.positions, 0.0)
+        y = sample_chain(adapter.chain(conditions, step.guidance_scale), initial.flatten(0, 1), step_noise.flatten(0, 1))
+        tokens = tokens.index_put((rows, step.positions), y.unflatten(0, (batch, -1)))
+        mask = mask.index_put((rows, step.positions), mask.new_zeros(()))
         if on_step is not None:
             on_step(i, tokens)
     return tokens
+
+
+def guidance_halves(steps: Sequence[ARStep], class_vectors: torch.Tensor, null_vectors: torch.Tensor) -> torch.Tensor:
+    """(B, W) each -> (B, H, W): with the null vectors only where some AR step is guided. Scale 1 never doubles the batch."""
+    guided = any(step.guidance_scale != 1 for step in steps)
+    return torch.stack([class_vectors, null_vectors] if guided else [class_vectors], 1)

@@ -38,12 +38,12 @@ def main():
     timesteps = adapter.head.schedule.timestep_map
 
     with torch.inference_mode():
-        chain = adapter.chain(condition)
+        chain = adapter.chain(condition[:, None])
         calls = {
             "plain": lambda k: net(y, timesteps[k].expand(rows), condition),
             "hoisted": lambda k: adapter.head(net.input_proj(y), chain.hoisted[k]),
             "transition": lambda k: chain(y, k),
-            "set-up": lambda k: adapter.chain(condition),
+            "set-up": lambda k: adapter.chain(condition[:, None]),
         }
         torch.testing.assert_close(calls["plain"](50), calls["hoisted"](50), atol=1e-4, rtol=1e-4)
         times = {name: [] for name in calls}

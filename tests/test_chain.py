@@ -156,7 +156,7 @@ def test_conditions_ignore_the_values_of_unknown_tokens(tiny_mar):
     tokens, mask, labels = torch.randn(2, 16, 4, generator=g), (torch.arange(16) % 3 == 0).float().expand(2, -1), torch.tensor([1, 2])
     adapter = MARAdapter(tiny_mar, num_inference_steps=2)
     junk = torch.where(mask[..., None] == 1, 100 * torch.randn(2, 16, 4, generator=g), tokens)
-    vectors = tiny_mar.class_vectors(labels, 2)
+    vectors = tiny_mar.class_vectors(labels, 2)[:, None]
     assert torch.equal(adapter.conditions(tokens, mask, vectors), adapter.conditions(junk, mask, vectors))
 
 

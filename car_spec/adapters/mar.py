@@ -83,13 +83,19 @@ class MARAdapter:
             unknown = end
         return steps
 
-    def conditions(self, tokens: torch.Tensor, mask: torch.Tensor, class_vectors: torch.Tensor) -> torch.Tensor:
-        """Prefixes (tokens (B, N, D), mask (B, N) with 1 = unknown) -> conditions of all positions (B, N, W), one backbone call."""
-        encoded = self.model.forward_mae_encoder(tokens.to(self.head.dtype), mask, class_vectors.to(self.head.dtype))
-        return self.model.forward_mae_decoder(encoded, mask)
+    def conditions(self, tokens: torch.Tensor, mask: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+        """The conditions of all positions given P prefixes (P, H, N, W), in one backbone call.
 
-    def chain(
-        self, condition: torch.Tensor, unconditional: torch.Tensor | None = None, guidance_scale: float | torch.Tensor = 1.0
-    ) -> DiffusionChain:
-        """Conditions (R, W) -> the chain of R rows."""
-        return DiffusionChain(self.head, condition, unconditional, guidance_scale, self.temperature, self.clip_sample_range)
+        tokens (P, N, D); mask (P, N), 1 = unknown; vectors (P, H, W): of the class, and with guidance (H = 2) the null vector.
+        """
+        halves = vectors.shape[1]
+        tokens, mask = (x.repeat_interleave(halves, 0) for x in (tokens, mask))
+        encoded = self.model.forward_mae_encoder(tokens.to(self.head.dtype), mask, vectors.flatten(0, 1).to(self.head.dtype))
+        return self.model.forward_mae_decoder(encoded, mask).unflatten(0, (-1, halves))
+
+    def chain(self, conditions: torch.Tensor, guidance_scale: float | torch.Tensor = 1.0) -> DiffusionChain:
+        """Conditions (R, H, W) and a guidance scale, for all or a row (R,), -> the chain of R rows."""
+        unconditional = conditions[:, 1] if conditions.shape[1] == 2 else None
+        return DiffusionChain(
+            self.head, conditions[:, 0], unconditional, guidance_scale, self.temperature, self.clip_sample_range
+        )

@@ -3,8 +3,10 @@
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from car_spec.models.diffloss import DiffLoss
@@ -77,22 +79,27 @@ class MAR(nn.Module):
     def forward_mae_encoder(self, tokens: torch.Tensor, mask: torch.Tensor, class_vectors: torch.Tensor) -> torch.Tensor:
         """tokens (B, N, D), mask (B, N), class vectors (B, W) -> (B, S + known, W): buffer slots, then the known tokens in raster order.
 
-        Unknown tokens are dropped, so every row must have the same number of them; their values do not matter.
+        Unknown tokens are dropped; their values do not matter. Rows with fewer known tokens than others are padded at the end, and
+        no row attends to padding.
         """
         buffer = class_vectors[:, None].expand(-1, self.config.buffer_size, -1)  # (B, S, W)
         x = torch.cat([buffer, self.z_proj(tokens)], 1)  # (B, S + N, W)
         x = self.z_proj_ln(x + self.encoder_pos_embed_learned)
-        x = x[self._known_slots(mask)].view(len(x), -1, x.shape[-1])  # (B, S + known, W)
+        slots = self._known_slots(mask)  # (B, S + N)
+        real = _front(slots)
+        known = x.new_zeros(*real.shape, x.shape[-1])  # (B, S + known, W)
+        known[real] = x[slots]
+        attention_mask = None if real.all() else real[:, None, None]  # (B, 1, 1, S + known)
         for block in self.encoder_blocks:
-            x = block(x)
-        return self.encoder_norm(x)
+            known = run_block(block, known, attention_mask)
+        return self.encoder_norm(known)
 
     def forward_mae_decoder(self, encoded: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Encoder output and the same mask -> z (B, N, W): the condition of the diffusion head at every position."""
         slots = self._known_slots(mask)  # (B, S + N)
         embedded = self.decoder_embed(encoded)
         x = self.mask_token.to(embedded.dtype).expand(*slots.shape, -1).clone()
-        x[slots] = embedded.flatten(0, 1)
+        x[slots] = embedded[_front(slots)]
         x = x + self.decoder_pos_embed_learned
         for block in self.decoder_blocks:
             x = block(x)
@@ -132,6 +139,23 @@ class MAR(nn.Module):
         chosen = mask.bool()
         target, condition = tokens[chosen].repeat(repeats, 1), z[chosen].repeat(repeats, 1)
         return self.diffloss(target, condition, generator).mean()
+
+
+def _front(slots: torch.Tensor) -> torch.Tensor:
+    """(B, L) bool -> (B, most Trues in a row) bool: as many Trues a row, moved to its front."""
+    counts = slots.sum(1)
+    return torch.arange(int(counts.max()), device=slots.device) < counts[:, None]
+
+
+def run_block(block: Any, x: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """A timm block; with a mask by its parts, because older releases of timm take none."""
+    if attention_mask is None:
+        return block(x)
+    attn = block.attn
+    q, k, v = attn.qkv(block.norm1(x)).unflatten(-1, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)  # (B, heads, L, W / heads) each
+    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask)
+    x = x + attn.proj(attended.transpose(1, 2).flatten(2))
+    return x + block.mlp(block.norm2(x))
 
 
 def truncated_mask_share(generator: torch.Generator) -> float:

@@ -1,0 +1,249 @@
+"""The lossless engine: block autospeculation over AR steps and denoising steps, with the model as its own drafter.
+
+Everything MAR knows after n tokens predicts every masked token, so the condition of the current prefix drafts the next AR
+steps. One batched backbone call over the drafted prefixes verifies them, and the condition of the last accepted prefix drafts the
+next round. The images follow the model's own law; the one stated tolerance is that of the last, noiseless transition.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from car_spec.adapters.mar import ARStep, MARAdapter
+from car_spec.asd import NonFiniteError, Path, autospeculate
+from car_spec.chain import DiffusionChain
+from car_spec.gaussian import Gaussian
+from car_spec.noise import Noise
+from car_spec.sequential import guidance_halves
+from car_spec.trace import Trace
+from car_spec.verify import verify_block, verify_token_wise
+
+
+@dataclass(frozen=True)
+class LosslessSettings:
+    """lookahead: AR steps drafted before one verification. window: denoising steps drafted inside a row. final_tolerance: largest
+    rms gap, a coordinate, between the drafted and the target's last mean; beyond it the target's own value is taken.
+    """
+
+    lookahead: int = 8
+    window: int = 12
+    final_tolerance: float = 1e-3
+    token_wise: bool = False
+    max_rows: int = 4096  # rows of one head call in a verification; more are cut into chunks
+
+    def __post_init__(self):
+        for name in ("lookahead", "window", "max_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} is below 1")
+        if not self.final_tolerance >= 0:
+            raise ValueError(f"final_tolerance {self.final_tolerance} is not a number of at least 0")
+
+
+@dataclass
+class _State:
+    """A images that are not finished, n of whose rows (tokens in generation order) are committed."""
+
+    image: torch.Tensor  # (A,) index into the batch
+    tokens: torch.Tensor  # (A, N, D) by raster position
+    n: torch.Tensor  # (A,)
+    z: torch.Tensor  # (A, H, N, W): exact for the AR step of row n, stale for later ones
+    resumed: torch.Tensor  # (A, D) state of row n, where verification stopped inside it
+    start: torch.Tensor  # (A,) its next step; K - 1 for a row that starts afresh
+
+    def keep(self, mask: torch.Tensor) -> "_State":
+        return _State(*(getattr(self, name)[mask] for name in ("image", "tokens", "n", "z", "resumed", "start")))
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """R drafted rows of all images, image by image in generation order."""
+
+    a: torch.Tensor  # (R,) image, as an index into the state
+    row: torch.Tensor  # (R,)
+    position: torch.Tensor  # (R,)
+    ahead: torch.Tensor  # (R,) AR steps between the row and its image's exact condition; 0: drafted exactly
+    path: Path
+
+
+class LosslessSampler:
+    """One batch of images. All share the sizes of the AR steps; each has its own order, pointer, and generator."""
+
+    def __init__(
+        self,
+        adapter: MARAdapter,
+        steps: Sequence[ARStep],
+        class_vectors: torch.Tensor,
+        null_vectors: torch.Tensor,
+        generators: Sequence[torch.Generator],
+        settings: LosslessSettings,
+        trace: Trace,
+    ):
+        device = class_vectors.device
+        self.adapter, self.settings, self.trace = adapter, settings, trace
+        self.vectors = guidance_halves(steps, class_vectors, null_vectors)  # (B, H, W)
+        self.order = torch.cat([step.positions for step in steps], 1)  # (B, N): position of each row
+        sizes = torch.tensor([step.positions.shape[1] for step in steps], device=device)
+        self.num_steps = len(steps)
+        self.group = torch.arange(self.num_steps, device=device).repeat_interleave(sizes)  # (N,): AR step of each row
+        self.scale = torch.tensor([step.guidance_scale for step in steps], device=device)[self.group]  # (N,)
+        self.noise = Noise(generators, torch.arange(len(generators), device=device))
+        self.chain_steps = adapter.head.num_steps  # K
+
+    def sample(self) -> torch.Tensor:
+        """-> tokens (B, N, D)."""
+        batch, device = len(self.order), self.order.device
+        tokens = torch.zeros(batch, self.adapter.num_tokens, self.adapter.token_dim, device=device)
+        done = torch.zeros_like(tokens)
+        image = torch.arange(batch, device=device)
+        z = self._conditions(image, tokens, torch.ones_like(tokens[..., 0]))
+        top = torch.full((batch,), self.chain_steps - 1, device=device)
+        state = _State(image, tokens, torch.zeros_like(image), z, torch.zeros_like(tokens[:, 0]), top)
+        while len(state.image):
+            draft = self._draft(state)
+            state = self._verify_and_commit(state, draft)
+            finished = state.n == self.adapter.num_tokens
+            done[state.image[finished]] = state.tokens[finished]
+            state = state.keep(~finished)
+        return done
+
+    def _conditions(self, image: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Prefixes (P, N, D) of the images (P,) -> (P, H, N, W): one backbone call."""
+        with self.trace.time("backbone"):
+            z = self.adapter.conditions(tokens, mask, self.vectors[image])
+        self.trace.count_backbone(image, self.vectors.shape[1])
+        return z
+
+    def _draft(self, state: _State) -> _Draft:
+        """Sample the rows of the next `lookahead` AR steps under the condition at hand, every transition on record."""
+        first = self.group[state.n]  # (A,)
+        ahead = self.group - first[:, None]  # (A, N)
+        rows = torch.arange(len(self.group), device=ahead.device)
+        a, row = ((rows >= state.n[:, None]) & (ahead < self.settings.lookahead)).nonzero().T
+        position = self.order[state.image[a], row]
+        chain = self._chain(state.z[a, :, position], row)
+        noise = self.noise.of(state.image[a])
+        resumed = (row == state.n[a]) & (state.start[a] < self.chain_steps - 1)
+        y = torch.where(resumed[:, None], state.resumed[a], noise.normal(self.adapter.token_dim))
+        start = torch.where(resumed, state.start[a], self.chain_steps - 1)
+        try:
+            with self.trace.time("draft"):
+                path = autospeculate(
+                    chain, y, noise, start=start, window=self.settings.window, token_wise=self.settings.token_wise, trace=self.trace.chain
+                )
+        except NonFiniteError as error:
+            raise NonFiniteError(state.image[a[error.rows]].unique()) from None
+        return _Draft(a, row, position, ahead[a, row], path)
+
+    def _chain(self, conditions: torch.Tensor, row: torch.Tensor) -> DiffusionChain:
+        return self.adapter.chain(conditions, self.scale[row] if self.vectors.shape[1] == 2 else 1.0)
+
+    def _prefixes(self, state: _State, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Conditions after 1, 2, ... drafted AR steps: (P, H, N, W), and where they are, (A, lookahead + 1) (-1: nowhere)."""
+        first = self.group[state.n]
+        j = torch.arange(self.settings.lookahead + 1, device=first.device)
+        needed = (j >= 1) & (first[:, None] + j < self.num_steps)  # (A, lookahead + 1)
+        index = torch.where(needed, needed.flatten().cumsum(0).view_as(needed) - 1, -1)
+        a, j = needed.nonzero().T
+        if not len(a):
+            return state.z[:0], index
+        unknown = (self.group >= (first[a] + j)[:, None]).to(drafted)  # (P, N) by row
+        mask = torch.zeros_like(unknown).scatter_(1, self.order[state.image[a]], unknown)
+        return self._conditions(state.image[a], drafted[a], mask), index
+
+    def _verify_and_commit(self, state: _State, draft: _Draft) -> _State:
+        """Judge the speculative rows of every image as one sequence of transitions, and move the pointers."""
+        size, dim, noisy = len(state.image), self.adapter.token_dim, self.chain_steps - 1  # noisy transitions a row
+        y_0 = draft.path.states[:, 0].clone()  # (R, D)
+        drafted = state.tokens.index_put((draft.a, draft.position), y_0)  # (A, N, D)
+        conditions, where = self._prefixes(state, drafted)
+
+        spec = (draft.ahead > 0).nonzero()[:, 0]  # (S,) speculative rows
+        a, row = draft.a[spec], draft.row[spec]
+        lead = torch.bincount(draft.a[draft.ahead == 0], minlength=size)  # (A,) rows drafted exactly
+        count = torch.bincount(a, minlength=size)  # (A,) speculative rows
+        used, corrected = count, torch.zeros_like(count, dtype=torch.bool)
+        if len(spec):
+            z = conditions[where[a, draft.ahead[spec]], :, draft.position[spec]]  # (S, H, W)
+            with self.trace.time("verify"):
+                law = self._laws(self._chain(z, row), draft.path.states[spec, 1:])  # (S, K, D)
+            q = row - state.n[a] - lead[a]  # (S,) place of the row in its image's sequence
+            gap = (law.mean[:, 0] - y_0[spec]).square().mean(-1).sqrt()  # (S,)
+            bad = gap > self.settings.final_tolerance
+            last = torch.full_like(count, len(self.group)).scatter_reduce(0, a[bad], q[bad], "amin")  # first bad row
+            corrected = last < count
+            used = torch.where(corrected, last + 1, count)
+
+            most = int(used.max())
+            inside = q < used[a]
+            place = (a[inside], q[inside])
+            sequences = Sequences(size, most, noisy, dim)
+            states = sequences.lay(draft.path.states[spec, 1:-1][inside], place)
+            target = Gaussian(sequences.lay(law.mean[inside, 1:], place), sequences.lay(law.log_std[inside, 1:], place))
+            own = Gaussian(*(sequences.lay(part[spec, 1:][inside], place) for part in (draft.path.mean, draft.path.log_std)))
+            lengths = used * noisy
+            ratios = target.log_prob(states) - own.log_prob(states)
+            ratios = torch.where(torch.arange(most * noisy, device=a.device) < lengths[:, None], ratios, 0.0)
+            verify = verify_token_wise if self.settings.token_wise else verify_block
+            with self.trace.time("decide"):
+                verdict = verify(ratios, lengths, target, own, self.noise.of(state.image))
+            tau, complete, replacement = verdict.accepted, verdict.accepted == lengths, verdict.replacement
+            # the target's own last mean, where the draft's is too far from it
+            ends = (corrected & complete)[a] & (q == last[a])
+            y_0[spec[ends]] = law.mean[ends, 0]
+            self.trace.record_verification(state.image, draft, spec, a, q, tau, complete, gap, noisy, verdict.fallbacks)
+        else:
+            tau, complete = torch.zeros_like(count), torch.ones_like(count, dtype=torch.bool)
+            replacement = torch.zeros_like(state.resumed)
+
+        whole = torch.where(complete, used, tau // noisy)  # speculative rows that stand
+        n = state.n + lead + whole
+        stands = draft.row < n[draft.a]
+        tokens = state.tokens.index_put((draft.a[stands], draft.position[stands]), y_0[stands])
+        start = torch.where(complete, self.chain_steps - 1, self.chain_steps - 2 - tau % noisy)
+        self.trace.record_round(state.image, n - state.n)
+        z = self._next_conditions(state, tokens, n, conditions, where, corrected & complete)
+        return _State(state.image, tokens, n, z, replacement, start)
+
+    def _next_conditions(self, state, tokens, n, conditions, where, corrected) -> torch.Tensor:
+        """The condition of the AR step of row n, already computed unless a corrected token changed its prefix."""
+        going = n < len(self.group)
+        group = self.group[n.clamp_max(len(self.group) - 1)]
+        z = state.z.clone()
+        index = where.gather(1, (group - self.group[state.n])[:, None])[:, 0]
+        z[going] = conditions[index[going]] if going.any() else z[going]
+        stale = going & corrected & (group != self.group[(n - 1)])
+        if stale.any():
+            a = stale.nonzero()[:, 0]
+            unknown = (torch.arange(len(self.group), device=n.device) >= n[a, None]).to(tokens)
+            mask = torch.zeros_like(unknown).scatter_(1, self.order[state.image[a]], unknown)
+            z[a] = self._conditions(state.image[a], tokens[a], mask)
+        return z
+
+    def _laws(self, chain: DiffusionChain, states: torch.Tensor) -> Gaussian:
+        """The target's law of every transition of S rows, given the states above them (S, K, D), in chunks of rows."""
+        size, steps, dim = states.shape
+        k = torch.arange(steps, device=states.device).repeat(size)
+        rows = torch.arange(size, device=states.device).repeat_interleave(steps)
+        parts = []
+        flat = states.flatten(0, 1)
+        for chunk in torch.arange(len(flat), device=states.device).split(self.settings.max_rows):
+            parts.append(chain(flat[chunk], k[chunk], rows[chunk]))
+            self.trace.chain.count(len(chunk))
+        return Gaussian(*(torch.cat(part).view(size, steps, dim) for part in zip(*parts)))
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Lays the transitions of rows out as one sequence an image, in the order they are generated: step K - 1 of a row first."""
+
+    images: int
+    rows: int
+    transitions: int
+    dim: int
+
+    def lay(self, values: torch.Tensor, place: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """values (S, transitions, D), step ascending, at (image, row) -> (images, rows * transitions, D), zero elsewhere."""
+        out = values.new_zeros(self.images, self.rows, self.transitions, self.dim)
+        out[place] = values.flip(1)
+        return out.flatten(1, 2)

@@ -1,0 +1,60 @@
+"""What happened in a run: sequential calls, rows, rounds, accepted lengths, gaps, seconds."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from car_spec.asd import ChainTrace
+
+
+@dataclass
+class Trace:
+    """Counts of one batch. A sequential call is one call of a network, however many rows go through it."""
+
+    num_images: int
+    backbone_calls: int = 0
+    backbone_rows: int = 0
+    chain: ChainTrace = field(default_factory=ChainTrace)  # calls and rows of the head
+    rounds: torch.Tensor = field(init=False)  # (B,)
+    accepted_rows: list[list[int]] = field(init=False)  # an image: rows committed in each round
+    largest_gap: float = 0.0  # rms gap of the last transition among accepted rows
+    corrections: int = 0  # rows that took the target's own last mean
+    fallbacks: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    accepted_by_lag: dict[int, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))  # AR steps ahead: kept, seen
+
+    def __post_init__(self):
+        self.rounds = torch.zeros(self.num_images, dtype=torch.int64)
+        self.accepted_rows = [[] for _ in range(self.num_images)]
+
+    @contextmanager
+    def time(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - start
+
+    def count_backbone(self, prefixes: torch.Tensor, halves: int) -> None:
+        self.backbone_calls += 1
+        self.backbone_rows += len(prefixes) * halves
+
+    def record_round(self, image: torch.Tensor, committed: torch.Tensor) -> None:
+        for i, count in zip(image.tolist(), committed.tolist()):
+            self.rounds[i] += 1
+            self.accepted_rows[i].append(count)
+
+    def record_verification(self, image, draft, spec, a, q, tau, complete, gap, noisy, fallbacks) -> None:
+        stands = q < torch.where(complete, q.max() + 1, tau // noisy)[a]
+        self.fallbacks += fallbacks
+        for lag, kept in zip(draft.ahead[spec].tolist(), stands.tolist()):
+            self.accepted_by_lag[lag][0] += kept
+            self.accepted_by_lag[lag][1] += 1
+        if stands.any():
+            self.largest_gap = max(self.largest_gap, gap[stands].max().item())
+
+    @property
+    def sequential_calls(self) -> int:
+        return self.backbone_calls + self.chain.calls

@@ -111,11 +111,13 @@ def autospeculate(
     path.states[rows, k + 1] = y
     offsets = torch.arange(window + 1, device=device)
     verify = verify_token_wise if token_wise else verify_block_equal_std if chain.equal_std else verify_block
-    prediction: Prediction | None = None
+    prediction = chain.predict(y, k, rows)
+    trace.count(len(rows))
+    exact = torch.ones_like(rows, dtype=torch.bool)  # the prediction was made at this very state
 
     while len(rows):
-        if prediction is None or drafter == "frozen":
-            prediction = chain.predict(y, k, rows)
+        if drafter == "frozen" and not exact.all():
+            prediction, exact = chain.predict(y, k, rows), torch.ones_like(exact)
             trace.count(len(rows))
         length = k.clamp_max(window)  # (M,): transitions k ... k - length + 1, all of them with noise
         steps = (k[:, None] - offsets).clamp_min(0)  # (M, G + 1)
@@ -127,12 +129,16 @@ def autospeculate(
             trace.draft_calls += window
 
         real = offsets <= length[:, None]  # (M, G + 1): X_0 ... X_length
-        flat_rows = rows[:, None].expand_as(steps)[real]
-        fresh = chain.predict(states[real], steps[real], flat_rows)
-        trace.count(len(flat_rows))
-        law = chain.transition(fresh, states[real], steps[real])
+        asked = real & ~(exact[:, None] & (offsets == 0))
+        judged = [torch.where((offsets == 0)[..., None], part[:, None], 0.0) for part in prediction]  # (M, G + 1, D)
+        if asked.any():
+            fresh = chain.predict(states[asked], steps[asked], rows[:, None].expand_as(steps)[asked])
+            trace.count(len(fresh.x_0))
+            for part, values in zip(judged, fresh):
+                part[asked] = values
+        law = chain.transition(Prediction(*(part[real] for part in judged)), states[real], steps[real])
         if not law.mean.isfinite().all():
-            raise NonFiniteError(flat_rows[~law.mean.isfinite().all(-1)].unique())
+            raise NonFiniteError(rows[:, None].expand_as(steps)[real][~law.mean.isfinite().all(-1)].unique())
         target = Gaussian(_spread(law.mean, real), _spread(law.log_std, real))  # (M, G + 1, D)
 
         inside = offsets[:-1] < length[:, None]
@@ -152,14 +158,14 @@ def autospeculate(
         here = torch.arange(len(rows), device=device)
         y = torch.where(complete[:, None], states[here, tau], verdict.replacement)
         k = k - tau - (~complete).long()
-        prediction = Prediction(_spread(fresh.x_0, real)[here, tau], _spread(fresh.fraction, real)[here, tau])
+        prediction, exact = Prediction(*(part[here, tau] for part in judged)), complete
         ended = complete & (k == 0)  # the prediction is that of this very state: the last, deterministic step is known
         if ended.any():
             last = target.mean[here, tau][ended]
             path.states[rows[ended], 0] = last
             path.mean[rows[ended], 0], path.log_std[rows[ended], 0] = last, -torch.inf
             left = ~ended
-            rows, k, y = rows[left], k[left], y[left]
+            rows, k, y, exact = rows[left], k[left], y[left], exact[left]
             prediction = Prediction(prediction.x_0[left], prediction.fraction[left])
     return path
 

@@ -75,7 +75,7 @@ class LosslessSampler:
         steps: Sequence[ARStep],
         class_vectors: torch.Tensor,
         null_vectors: torch.Tensor,
-        generators: Sequence[torch.Generator],
+        noise: Noise,
         settings: LosslessSettings,
         trace: Trace,
     ):
@@ -87,7 +87,7 @@ class LosslessSampler:
         self.num_steps = len(steps)
         self.group = torch.arange(self.num_steps, device=device).repeat_interleave(sizes)  # (N,): AR step of each row
         self.scale = torch.tensor([step.guidance_scale for step in steps], device=device)[self.group]  # (N,)
-        self.noise = Noise(generators, torch.arange(len(generators), device=device))
+        self.noise = noise  # one sequence an image
         self.chain_steps = adapter.head.num_steps  # K
 
     def sample(self) -> torch.Tensor:
@@ -158,43 +158,42 @@ class LosslessSampler:
         drafted = state.tokens.index_put((draft.a, draft.position), y_0)  # (A, N, D)
         conditions, where = self._prefixes(state, drafted)
 
-        spec = (draft.ahead > 0).nonzero()[:, 0]  # (S,) speculative rows
-        a, row = draft.a[spec], draft.row[spec]
         lead = torch.bincount(draft.a[draft.ahead == 0], minlength=size)  # (A,) rows drafted exactly
-        count = torch.bincount(a, minlength=size)  # (A,) speculative rows
-        used, corrected = count, torch.zeros_like(count, dtype=torch.bool)
+        used = torch.zeros_like(lead)  # speculative rows that are judged
+        tau, complete, corrected = torch.zeros_like(lead), torch.ones_like(lead, dtype=torch.bool), torch.zeros_like(lead, dtype=torch.bool)
+        replacement = torch.zeros_like(state.resumed)
+        spec = (draft.ahead > 0).nonzero()[:, 0]  # (S,) speculative rows
         if len(spec):
-            z = conditions[where[a, draft.ahead[spec]], :, draft.position[spec]]  # (S, H, W)
+            a, row, ahead = draft.a[spec], draft.row[spec], draft.ahead[spec]
             with self.trace.time("verify"):
-                law = self._laws(self._chain(z, row), draft.path.states[spec, 1:])  # (S, K, D)
+                law = self._laws(self._chain(conditions[where[a, ahead], :, draft.position[spec]], row), draft.path.states[spec, 1:])
             q = row - state.n[a] - lead[a]  # (S,) place of the row in its image's sequence
             gap = (law.mean[:, 0] - y_0[spec]).square().mean(-1).sqrt()  # (S,)
             bad = gap > self.settings.final_tolerance
+            count = torch.bincount(a, minlength=size)
             last = torch.full_like(count, len(self.group)).scatter_reduce(0, a[bad], q[bad], "amin")  # first bad row
             corrected = last < count
             used = torch.where(corrected, last + 1, count)
 
-            most = int(used.max())
+            judged = used.nonzero()[:, 0]  # images with something to judge; the others must draw nothing
             inside = q < used[a]
-            place = (a[inside], q[inside])
-            sequences = Sequences(size, most, noisy, dim)
+            sequences = Sequences(len(judged), int(used.max()), noisy, dim)
+            place = (torch.searchsorted(judged, a[inside]), q[inside])
             states = sequences.lay(draft.path.states[spec, 1:-1][inside], place)
-            target = Gaussian(sequences.lay(law.mean[inside, 1:], place), sequences.lay(law.log_std[inside, 1:], place))
+            target = Gaussian(*(sequences.lay(part[inside, 1:], place) for part in law))
             own = Gaussian(*(sequences.lay(part[spec, 1:][inside], place) for part in (draft.path.mean, draft.path.log_std)))
-            lengths = used * noisy
+            lengths = used[judged] * noisy
             ratios = target.log_prob(states) - own.log_prob(states)
-            ratios = torch.where(torch.arange(most * noisy, device=a.device) < lengths[:, None], ratios, 0.0)
+            ratios = torch.where(torch.arange(ratios.shape[1], device=a.device) < lengths[:, None], ratios, 0.0)
             verify = verify_token_wise if self.settings.token_wise else verify_block
             with self.trace.time("decide"):
-                verdict = verify(ratios, lengths, target, own, self.noise.of(state.image))
-            tau, complete, replacement = verdict.accepted, verdict.accepted == lengths, verdict.replacement
+                verdict = verify(ratios, lengths, target, own, self.noise.of(state.image[judged]))
+            tau[judged], complete[judged], replacement[judged] = verdict.accepted, verdict.accepted == lengths, verdict.replacement
             # the target's own last mean, where the draft's is too far from it
             ends = (corrected & complete)[a] & (q == last[a])
             y_0[spec[ends]] = law.mean[ends, 0]
-            self.trace.record_verification(state.image, draft, spec, a, q, tau, complete, gap, noisy, verdict.fallbacks)
-        else:
-            tau, complete = torch.zeros_like(count), torch.ones_like(count, dtype=torch.bool)
-            replacement = torch.zeros_like(state.resumed)
+            stands = (q < torch.where(complete, used, tau // noisy)[a]) & ~ends
+            self.trace.record_verification(ahead, stands, gap, int(ends.sum()), verdict.fallbacks)
 
         whole = torch.where(complete, used, tau // noisy)  # speculative rows that stand
         n = state.n + lead + whole

@@ -20,7 +20,7 @@ class Noise:
 
     def of(self, sequences: torch.Tensor) -> "Noise":
         """The draws of some of the sequences (ascending, repeats allowed)."""
-        return Noise(self.generators, self.owner[sequences])
+        return type(self)(self.generators, self.owner[sequences])
 
     def normal(self, *shape: int) -> torch.Tensor:
         """Standard normal (S, *shape), float32."""

@@ -46,10 +46,11 @@ class Trace:
             self.rounds[i] += 1
             self.accepted_rows[i].append(count)
 
-    def record_verification(self, image, draft, spec, a, q, tau, complete, gap, noisy, fallbacks) -> None:
-        stands = q < torch.where(complete, q.max() + 1, tau // noisy)[a]
+    def record_verification(self, ahead: torch.Tensor, stands: torch.Tensor, gap: torch.Tensor, corrections: int, fallbacks: int) -> None:
+        """S speculative rows: AR steps ahead of the exact condition, whether the row stands as drafted, rms gap of its last mean."""
         self.fallbacks += fallbacks
-        for lag, kept in zip(draft.ahead[spec].tolist(), stands.tolist()):
+        self.corrections += corrections
+        for lag, kept in zip(ahead.tolist(), stands.tolist()):
             self.accepted_by_lag[lag][0] += kept
             self.accepted_by_lag[lag][1] += 1
         if stands.any():

@@ -46,6 +46,13 @@ def _padding(log_ratios: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return torch.arange(log_ratios.shape[1], device=lengths.device) >= lengths[:, None]
 
 
+def _uniform(real: torch.Tensor, noise: Noise) -> torch.Tensor:
+    """Uniform draws at the True places of (B, G), so that a sequence draws as often as it is long, whatever the padding."""
+    out = torch.ones(real.shape, device=real.device)
+    out[real] = noise.of(real.nonzero()[:, 0]).uniform()
+    return out
+
+
 def _pick(law: Gaussian, index: torch.Tensor) -> Gaussian:
     """Laws (B, G, D) at one transition a sequence (B,) -> (B, D); an index of G gives the last, which is then not used."""
     rows = torch.arange(len(index), device=index.device)
@@ -55,7 +62,7 @@ def _pick(law: Gaussian, index: torch.Tensor) -> Gaussian:
 
 def verify_token_wise(log_ratios: torch.Tensor, lengths: torch.Tensor, target: Gaussian, draft: Gaussian, noise: Noise) -> Verdict:
     """Accept while u_i < target / draft; replace from r_1 (Leviathan et al. 2023, De Bortoli et al. 2025). Any stds."""
-    accepted = token_wise_accepted(log_ratios, lengths, noise.uniform(log_ratios.shape[1]))
+    accepted = token_wise_accepted(log_ratios, lengths, _uniform(~_padding(log_ratios, lengths), noise))
     short = accepted < lengths
     zeros = torch.zeros_like(log_ratios[:, 0])
     replacement, fallbacks = draw_residual(_pick(target, accepted), _pick(draft, accepted), zeros, short, noise)
@@ -164,9 +171,7 @@ def _race(
     return _Race(won, draw, fallbacks)
 
 
-def verify_block_equal_std(
-    log_ratios: torch.Tensor, lengths: torch.Tensor, target: Gaussian, draft: Gaussian, noise: Noise
-) -> Verdict:
+def verify_block_equal_std(log_ratios: torch.Tensor, lengths: torch.Tensor, target: Gaussian, draft: Gaussian, noise: Noise) -> Verdict:
     """Block verification with equal stds, in closed form: h_i = S / (S + 1 - p_i) with S of `log_residual_mass`, h_G = p_G."""
     log_p = block_log_acceptance(log_ratios)  # (B, G + 1)
     steps = torch.arange(log_p.shape[1], device=log_p.device)
@@ -176,7 +181,8 @@ def verify_block_equal_std(
     h = torch.where(miss > 0, mass / (mass + miss), 1.0)  # p_i = 1: accept, also where S = 0
     h = torch.cat([h, torch.zeros_like(h[:, :1])], 1)
     h = torch.where(steps == lengths[:, None], log_p.double().exp(), h)
-    stands = (noise.uniform(log_p.shape[1]) < h) & (steps <= lengths[:, None])
+    real = steps <= lengths[:, None]
+    stands = (_uniform(real, noise) < h) & real
     accepted = torch.where(stands, steps, 0).amax(1)
     rows = torch.arange(len(lengths), device=lengths.device)
     replacement = residual_equal_std(
@@ -187,4 +193,3 @@ def verify_block_equal_std(
         noise.normal(target.mean.shape[-1]),
     )
     return Verdict(accepted, replacement, 0)
-

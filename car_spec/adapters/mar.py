@@ -96,6 +96,4 @@ class MARAdapter:
     def chain(self, conditions: torch.Tensor, guidance_scale: float | torch.Tensor = 1.0) -> DiffusionChain:
         """Conditions (R, H, W) and a guidance scale, for all or a row (R,), -> the chain of R rows."""
         unconditional = conditions[:, 1] if conditions.shape[1] == 2 else None
-        return DiffusionChain(
-            self.head, conditions[:, 0], unconditional, guidance_scale, self.temperature, self.clip_sample_range
-        )
+        return DiffusionChain(self.head, conditions[:, 0], unconditional, guidance_scale, self.temperature, self.clip_sample_range)

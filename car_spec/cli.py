@@ -11,12 +11,24 @@ import torch
 
 import car_spec
 from car_spec.adapters.mar import GUIDANCE_SCHEDULES
-from car_spec.pipeline import MARPipeline, load_pipeline
+from car_spec.engine import LosslessSettings
+from car_spec.pipeline import SAMPLERS, MARPipeline, load_pipeline
 from car_spec.runs import ImageSpec, RunError, RunFolder, generate_images, image_spec, sha256_of
+from car_spec.trace import summary
 
 RECIPES = Path(__file__).parent / "configs"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SAMPLING = ("num_iter", "num_inference_steps", "guidance_scale", "guidance_schedule", "temperature")
+SAMPLING = (
+    "num_iter",
+    "num_inference_steps",
+    "guidance_scale",
+    "guidance_schedule",
+    "temperature",
+    "sampler",
+    "lookahead",
+    "window",
+    "final_tolerance",
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -50,11 +62,20 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument("--guidance-scale", type=float, help="classifier-free guidance; 1 is none and never doubles the batch")
     how.add_argument("--guidance-schedule", choices=GUIDANCE_SCHEDULES, help="over AR steps")
     how.add_argument("--temperature", type=float, help="multiplies the noise of every denoising step")
+    how.add_argument("--sampler", choices=SAMPLERS, help=f"lossless: the same law in far fewer sequential calls (default: {SAMPLERS[0]})")
+    how.add_argument("--lookahead", type=int, help=f"lossless: AR steps drafted at a time (default: {LosslessSettings.lookahead})")
+    how.add_argument("--window", type=int, help=f"lossless: denoising steps drafted at a time (default: {LosslessSettings.window})")
+    how.add_argument(
+        "--final-tolerance",
+        type=float,
+        help=f"lossless: largest rms gap of a token's last, noiseless step (default: {LosslessSettings.final_tolerance})",
+    )
     where = generate.add_argument_group("where")
     where.add_argument("--out", type=Path, default=Path("outputs"), help="folder of the images (default: %(default)s)")
     where.add_argument("--batch-size", type=int, default=16, help="images at a time (default: %(default)s)")
     where.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, ... (default: %(default)s)")
     where.add_argument("--dtype", choices=DTYPES, default="float32", help="of the transformer (default: %(default)s)")
+    where.add_argument("--verbose", action="store_true", help="say how many network calls it took, and what verification did")
     where.add_argument("--columns", type=int, help="of the grid (default: the number of classes, at most 8)")
     generate.set_defaults(run=run_generate)
 
@@ -159,7 +180,6 @@ def run_generate(args: argparse.Namespace) -> None:
     classes, specs = choose_images(args, pipeline)
     assert pipeline.source is not None  # load_pipeline sets it
     settings = {
-        "sampler": "sequential",
         "model": pipeline.preset.name,
         "model_sha256": sha256_of(pipeline.source.model),
         "weights": pipeline.source.copy,
@@ -180,10 +200,12 @@ def run_generate(args: argparse.Namespace) -> None:
     folder.open()
     folder.write_manifest(specs, pipeline.class_names, environment)
     with tqdm(total=len(specs), unit="image", desc=pipeline.preset.name, file=sys.stderr) as bar:
-        made = generate_images(pipeline, folder, specs, args.batch_size, sampling, bar.update)
+        made, traces = generate_images(pipeline, folder, specs, args.batch_size, sampling, bar.update)
     grid = folder.write_grid(specs, args.columns or min(len(classes), len(specs), 8))
     already = f", {len(specs) - made} were there already" if made < len(specs) else ""
     print(f"{made} images made{already}: {args.out}\ngrid: {grid}")
+    if args.verbose and traces:
+        print("\n".join(f"{name}: {value:g}" for name, value in summary(traces).items()))
 
 
 def run_info(args: argparse.Namespace) -> None:

@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from car_spec.adapters.mar import GUIDANCE_SCHEDULES, MARAdapter, remaining_after_each_step, unpatchify
+from car_spec.asd import NonFiniteError
+from car_spec.engine import LosslessSampler, LosslessSettings
 from car_spec.models.presets import PRESETS, Preset
+from car_spec.noise import Noise
 from car_spec.sequential import noise_from_generators, sample_sequential
+from car_spec.trace import Trace
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
 
 DEMO_FOLDER = Path(__file__).parent / "demo"
 DEMO_MODELS = {"demo": "mar.safetensors", "demo-draft": "mar-draft.safetensors"}
+SAMPLERS = ("sequential", "lossless")
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
 
@@ -33,9 +38,12 @@ class NonFiniteImageError(RuntimeError):
 
 @dataclass
 class ImagePipelineOutput:
-    """images: a list of PIL images, or an array (B, H, W, 3) in [0, 1], or a tensor: images (B, 3, H, W) in [0, 1], or scaled latents."""
+    """images: a list of PIL images, or an array (B, H, W, 3) in [0, 1], or a tensor: images (B, 3, H, W) in [0, 1], or scaled latents.
+    trace: how many network calls it took, and what verification did.
+    """
 
     images: Any
+    trace: Trace
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,10 @@ class MARPipeline:
         return int(label)
 
     def settings(self, **given) -> dict:
-        """Sampling settings: what is given (not None), the preset's value otherwise; checked, all of them."""
+        """Sampling settings: what is given (not None), the preset's value otherwise; checked, all of them.
+
+        With the lossless sampler they include its own: lookahead, window and final_tolerance.
+        """
         settings = {
             name: getattr(self.preset, name) if given.get(name) is None else given[name]
             for name in ("num_iter", "num_inference_steps", "guidance_scale", "guidance_schedule", "temperature")
@@ -121,9 +132,18 @@ class MARPipeline:
         for name in ("guidance_scale", "temperature"):
             if not (math.isfinite(settings[name]) and settings[name] >= 0):
                 raise ValueError(f"{name} {settings[name]} is not a finite number of at least 0")
+        settings["sampler"] = given.get("sampler") or SAMPLERS[0]
+        if settings["sampler"] not in SAMPLERS:
+            raise ValueError(f"sampler {settings['sampler']!r} is none of {', '.join(SAMPLERS)}")
+        own = {name: given[name] for name in ("lookahead", "window", "final_tolerance") if given.get(name) is not None}
+        if settings["sampler"] == "lossless":
+            chosen = LosslessSettings(**own)
+            settings |= {name: getattr(chosen, name) for name in ("lookahead", "window", "final_tolerance")}
+        elif own:
+            raise ValueError(f"{', '.join(own)} belongs to the lossless sampler, but sampler is {settings['sampler']!r}")
         return settings
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def __call__(
         self,
         class_labels: int | str | Sequence[int | str] | None = None,
@@ -134,6 +154,10 @@ class MARPipeline:
         guidance_scale: float | None = None,
         guidance_schedule: str | None = None,
         temperature: float | None = None,
+        sampler: str | None = None,
+        lookahead: int | None = None,
+        window: int | None = None,
+        final_tolerance: float | None = None,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         output_type: str = "pil",
         callback: Callable[[int, torch.Tensor], None] | None = None,
@@ -143,8 +167,10 @@ class MARPipeline:
         class_labels: ids or names; None samples `num_images` images without a class.
         num_iter: AR steps, 1..tokens. num_inference_steps: denoising steps a token. guidance_scale: 1 is no guidance.
         guidance_schedule: linear or constant over AR steps. temperature: multiplies the noise of every denoising step.
+        sampler: sequential, or lossless: the same law in far fewer sequential calls; lookahead (AR steps), window (denoising steps)
+        and final_tolerance are its settings (see `LosslessSettings`). At temperature 0 nothing is random and both are the same.
         generator: one for the whole batch, or one an image (then an image does not depend on the others). None seeds itself.
-        output_type: pil, np, pt or latent. callback(i, tokens (B, N, D)) is called after AR step i.
+        output_type: pil, np, pt or latent. callback(i, tokens (B, N, D)) is called after AR step i of the sequential sampler.
         Whatever is None takes the model's preset. Raises ValueError for a setting out of range and NonFiniteImageError.
         """
         if output_type not in OUTPUT_TYPES:
@@ -155,6 +181,10 @@ class MARPipeline:
             guidance_scale=guidance_scale,
             guidance_schedule=guidance_schedule,
             temperature=temperature,
+            sampler=sampler,
+            lookahead=lookahead,
+            window=window,
+            final_tolerance=final_tolerance,
         )
         if class_labels is None:
             labels, batch = None, 1 if num_images is None else num_images
@@ -169,23 +199,22 @@ class MARPipeline:
             raise ValueError(
                 "there is nothing to sample: class_labels is empty" if labels is not None else f"num_images {batch} is below 1"
             )
-        tokens = self._sample_tokens(labels, self._image_generators(generator, batch), settings, callback)
+        tokens, trace = self._sample_tokens(labels, self._image_generators(generator, batch), settings, callback)
         latents = unpatchify(tokens, self.patch_size)  # (B, C, h, w)
-        return ImagePipelineOutput(latents if output_type == "latent" else self._finish(latents, output_type))
+        return ImagePipelineOutput(latents if output_type == "latent" else self._finish(latents, output_type), trace)
 
     @staticmethod
     def _image_generators(generator: torch.Generator | Sequence[torch.Generator] | None, batch: int) -> list[torch.Generator]:
         if isinstance(generator, Sequence):
             if len(generator) != batch:
                 raise ValueError(f"generator holds {len(generator)} generators for {batch} images")
-            return list(generator)
+            return [g if g.device.type == "cpu" else _cpu_generators(g, 1)[0] for g in generator]
         if generator is None:
             generator = torch.Generator()
             generator.seed()
-        seeds = torch.randint(2**63 - 1, (batch,), generator=generator, device=generator.device).tolist()
-        return [torch.Generator().manual_seed(seed) for seed in seeds]
+        return _cpu_generators(generator, batch)
 
-    def _sample_tokens(self, labels, generators, settings, callback) -> torch.Tensor:
+    def _sample_tokens(self, labels, generators, settings, callback) -> tuple[torch.Tensor, Trace]:
         model, batch = self.model, len(generators)
         orders = torch.stack([torch.randperm(self.num_tokens, generator=g) for g in generators]).to(self.device)  # (B, N)
         adapter = MARAdapter(
@@ -195,11 +224,20 @@ class MARPipeline:
             clip_sample_range=self.clip_sample_range,
         )
         steps = adapter.ar_steps(orders, settings["num_iter"], settings["guidance_scale"], settings["guidance_schedule"])
-        noise = noise_from_generators(generators, settings["num_inference_steps"], adapter.token_dim, self.device)
         vectors, nulls = model.class_vectors(labels, batch), model.class_vectors(None, batch)  # (B, W)
-        tokens = sample_sequential(adapter, steps, vectors, nulls, noise, callback)  # (B, N, D)
+        trace = Trace(batch)
+        if settings["sampler"] == "lossless" and settings["temperature"] > 0:
+            noise = Noise(generators, torch.arange(batch, device=self.device))
+            own = LosslessSettings(settings["lookahead"], settings["window"], settings["final_tolerance"])
+            try:
+                tokens = LosslessSampler(adapter, steps, vectors, nulls, noise, own, trace).sample()
+            except NonFiniteError as error:
+                raise NonFiniteImageError(error.rows.tolist()) from None
+        else:
+            table = noise_from_generators(generators, settings["num_inference_steps"], adapter.token_dim, self.device)
+            tokens = sample_sequential(adapter, steps, vectors, nulls, table, callback, trace)  # (B, N, D)
         self._check_finite(tokens)
-        return tokens
+        return tokens, trace
 
     @staticmethod
     def _check_finite(values: torch.Tensor) -> None:
@@ -214,6 +252,11 @@ class MARPipeline:
         self._check_finite(images)
         images = (0.5 * images + 0.5).clamp(0, 1)
         return images if output_type == "pt" else to_pixels(images, output_type)
+
+
+def _cpu_generators(generator: torch.Generator, count: int) -> list[torch.Generator]:
+    seeds = torch.randint(2**63 - 1, (count,), generator=generator, device=generator.device).tolist()
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
 
 
 def to_pixels(images: torch.Tensor, output_type: str):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from car_spec.pipeline import MARPipeline, NonFiniteImageError, image_seed
+from car_spec.trace import Trace
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -147,13 +148,13 @@ def generate_images(
     batch_size: int,
     settings: dict[str, Any],
     on_images: Callable[[int], object] = lambda count: None,
-) -> int:
-    """Make the images that the folder lacks -> how many were made.
+) -> tuple[int, list[Trace]]:
+    """Make the images that the folder lacks -> how many were made, and the traces of their batches.
 
     A batch is always made of the same images: one that misses a few is made whole again and only the missing ones are written,
     because rounding depends on the size of a batch and a resumed run shall give the same bytes.
     """
-    made = 0
+    made, traces = 0, []
     for batch in batches(specs, batch_size):
         missing = folder.missing(batch)
         if not missing:
@@ -161,16 +162,17 @@ def generate_images(
             continue
         generators = [torch.Generator().manual_seed(spec.seed) for spec in batch]
         try:
-            images = pipeline([spec.label for spec in batch], generator=generators, **settings).images
+            output = pipeline([spec.label for spec in batch], generator=generators, **settings)
         except NonFiniteImageError as error:
             bad = [batch[i].id for i in error.indices]
             raise RunError(
                 f"image {', '.join(map(str, bad))} is not finite, so nothing of its batch was written; "
                 f"{made} images of this run are kept; try --dtype float32 or bfloat16"
             ) from error
-        for spec, image in zip(batch, images):
+        for spec, image in zip(batch, output.images):
             if spec in missing:
                 folder.write_image(spec, image)
         made += len(missing)
+        traces.append(output.trace)
         on_images(len(batch))
-    return made
+    return made, traces

@@ -6,6 +6,7 @@ import torch
 
 from car_spec.adapters.mar import ARStep, MARAdapter
 from car_spec.chain import sample_chain
+from car_spec.trace import Trace
 
 # positions (B, n) -> initial noise (B, n, D) and step noise (B, n, K, D); step noise index k is used at step k > 0
 NoiseSource = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -32,6 +33,7 @@ def sample_sequential(
     null_vectors: torch.Tensor,
     noise: NoiseSource,
     on_step: Callable[[int, torch.Tensor], None] | None = None,
+    trace: Trace | None = None,
 ) -> torch.Tensor:
     """Class vectors and null vectors (B, W) -> tokens (B, N, D) float32. on_step(i, tokens) is called after AR step i.
 
@@ -45,6 +47,11 @@ def sample_sequential(
     rows = torch.arange(batch, device=tokens.device)[:, None]
     for i, step in enumerate(steps):
         z = adapter.conditions(tokens, mask, vectors)  # (B, H, N, W)
+        if trace is not None:
+            trace.count_backbone(rows[:, 0], vectors.shape[1])
+            trace.chain.calls += adapter.head.num_steps
+            trace.chain.rows += adapter.head.num_steps * step.positions.numel()
+            trace.record_round(rows[:, 0], torch.full((batch,), step.positions.shape[1]))
         conditions = z.transpose(1, 2)[rows, step.positions].flatten(0, 1)  # (B n, H, W)
         initial, step_noise = noise(step.positions)
         y = sample_chain(adapter.chain(conditions, step.guidance_scale), initial.flatten(0, 1), step_noise.flatten(0, 1))

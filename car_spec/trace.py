@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -59,3 +59,23 @@ class Trace:
     @property
     def sequential_calls(self) -> int:
         return self.backbone_calls + self.chain.calls
+
+
+def summary(traces: Sequence[Trace]) -> dict[str, float]:
+    """Of the batches of a run: averages a batch for calls, an image for rounds and rows; the worst for gaps."""
+    batches, images = len(traces), sum(trace.num_images for trace in traces)
+    rounds = sum(int(trace.rounds.sum()) for trace in traces)
+    kept = sum(sum(rows) for trace in traces for rows in trace.accepted_rows)
+    return {
+        "images": images,
+        "sequential calls a batch": sum(trace.sequential_calls for trace in traces) / batches,
+        "backbone calls a batch": sum(trace.backbone_calls for trace in traces) / batches,
+        "head calls a batch": sum(trace.chain.calls for trace in traces) / batches,
+        "backbone rows an image": sum(trace.backbone_rows for trace in traces) / images,
+        "head rows an image": sum(trace.chain.rows for trace in traces) / images,
+        "rounds an image": rounds / images,
+        "tokens a round": kept / rounds,
+        "largest last-step gap": max(trace.largest_gap for trace in traces),
+        "corrected last steps": sum(trace.corrections for trace in traces),
+        "fallbacks": sum(trace.fallbacks + trace.chain.fallbacks for trace in traces),
+    }

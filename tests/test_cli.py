@@ -7,6 +7,7 @@ import torch
 from PIL import Image
 
 from car_spec.cli import RECIPES, main, parse, parse_ids
+from car_spec.pipeline import NonFiniteImageError
 from car_spec.runs import image_grid
 
 
@@ -121,3 +122,49 @@ def test_grids_magnify_small_images_and_keep_large_ones():
     small, large = Image.new("RGB", (32, 32), "red"), Image.new("RGB", (256, 256), "red")
     assert image_grid([small] * 3, columns=2).size == (130, 130)
     assert image_grid([large] * 2, columns=2).size == (514, 256)
+
+
+def test_lossless_runs_from_the_command_line_and_says_what_it_did(tiny_file, tmp_path, capsys):
+    flags = ["--sampler", "lossless", "--lookahead", 3, "--window", 2, "--num-images", 4, "--batch-size", 2, "--verbose"]
+    code, out, _ = run(capsys, *quick(tiny_file, tmp_path / "out", *flags))
+    assert code == 0
+    said = dict(line.split(": ") for line in out.splitlines()[2:])
+    assert said["images"] == "4" and said["fallbacks"] == "0"
+    assert float(said["rounds an image"]) <= 2 and float(said["tokens a round"]) >= 8
+    settings = json.loads((tmp_path / "out" / "manifest.json").read_text())["settings"]
+    assert (settings["sampler"], settings["lookahead"], settings["window"], settings["final_tolerance"]) == ("lossless", 3, 2, 1e-3)
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (["--lookahead", "4"], "lookahead belongs to the lossless sampler, but sampler is 'sequential'"),
+        (["--sampler", "lossless", "--lookahead", "0"], "lookahead 0 is below 1"),
+        (["--sampler", "lossless", "--window", "0"], "window 0 is below 1"),
+        (["--sampler", "lossless", "--final-tolerance", "-1"], "final_tolerance -1.0 is not a number of at least 0"),
+    ],
+)
+def test_bad_lossless_flags_are_one_sentence(tiny_file, tmp_path, capsys, flags, sentence):
+    assert sentence in run(capsys, *quick(tiny_file, tmp_path / "out", *flags))[2]
+    assert not (tmp_path / "out").exists()
+
+
+def test_sequential_counts_its_calls(tiny_pipeline):
+    trace = tiny_pipeline([0, 1], num_iter=4, num_inference_steps=6, guidance_scale=2.0).trace
+    assert (trace.backbone_calls, trace.chain.calls, trace.sequential_calls) == (4, 24, 28)
+    assert trace.backbone_rows == 4 * 2 * 2 and trace.chain.rows == 16 * 2 * 6
+    assert [sum(rows) for rows in trace.accepted_rows] == [16, 16]
+
+
+def test_at_temperature_zero_lossless_is_sequential(tiny_pipeline):
+    run = lambda sampler: tiny_pipeline(  # noqa: E731
+        [0, 1], temperature=0.0, sampler=sampler, generator=torch.Generator().manual_seed(0), output_type="latent"
+    ).images
+    assert torch.equal(run("lossless"), run("sequential"))
+
+
+def test_a_nan_in_lossless_sampling_names_its_image(tiny_pipeline):
+    tiny_pipeline.model.class_emb.weight[3] = float("nan")
+    with pytest.raises(NonFiniteImageError) as caught:
+        tiny_pipeline([1, 3, 2], sampler="lossless", generator=torch.Generator().manual_seed(0))
+    assert caught.value.indices == [1]

@@ -384,8 +384,11 @@ def test_p31_a_folder_with_another_manifest_is_refused(tiny_file, tmp_path, caps
 
 def test_p31_the_manifest_names_everything_that_can_change_a_pixel(tiny_file, tmp_path):
     assert generate(tiny_file, tmp_path / "out", "--num-images", "3", "--classes", "2", "5") == 0
+    assert generate(tiny_file, tmp_path / "lossless", "--num-images", "1", "--sampler", "lossless") == 0
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     settings = {"sampler", "model", "model_sha256", "weights", "vae_sha256", "classes", "seed", "dtype", "num_iter"}
+    lossless = json.loads((tmp_path / "lossless" / "manifest.json").read_text())["settings"]
+    assert set(lossless) - set(manifest["settings"]) == {"lookahead", "window", "final_tolerance"}
     assert settings | {"num_inference_steps", "guidance_scale", "guidance_schedule", "temperature"} == set(manifest["settings"])
     assert manifest["settings"]["weights"] == "flat" and manifest["settings"]["sampler"] == "sequential"
     assert [image["label"] for image in manifest["images"]] == [2, 5, 2]

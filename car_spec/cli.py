@@ -1,6 +1,7 @@
 """The command line: `car-spec generate` and `car-spec info`. Plain results on stdout, progress and warnings on stderr."""
 
 import argparse
+import importlib.util
 import sys
 import warnings
 from collections.abc import Sequence
@@ -78,6 +79,26 @@ def build_parser() -> argparse.ArgumentParser:
     where.add_argument("--verbose", action="store_true", help="say how many network calls it took, and what verification did")
     where.add_argument("--columns", type=int, help="of the grid (default: the number of classes, at most 8)")
     generate.set_defaults(run=run_generate)
+
+    bench = commands.add_parser(
+        "bench",
+        parents=[model],
+        help="compare the samplers",
+        description="Compare the samplers side by side in one process. Needs the extra `bench` (rich, matplotlib).",
+    )
+    bench.add_argument("--batch-size", type=int, default=1, help="images at a time in the timed runs (default: %(default)s)")
+    bench.add_argument("--repeats", type=int, default=5, help="timed batches of each sampler, in turns (default: %(default)s)")
+    bench.add_argument("--images", type=int, default=0, help="images of each sampler for the quality columns; 0: none (default)")
+    bench.add_argument("--num-iter", type=int, help="AR steps (default: the model's preset)")
+    bench.add_argument("--num-inference-steps", type=int, help="denoising steps a token (default: the model's preset)")
+    bench.add_argument("--guidance-scale", type=float, help="(default: the model's preset)")
+    bench.add_argument("--lookahead", type=int, help=f"of the lossless samplers (default: {LosslessSettings.lookahead})")
+    bench.add_argument("--window", type=int, help=f"of the lossless samplers (default: {LosslessSettings.window})")
+    bench.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    bench.add_argument("--device", default="auto", help="(default: %(default)s)")
+    bench.add_argument("--dtype", choices=DTYPES, default="float32", help="of the transformer (default: %(default)s)")
+    bench.add_argument("--out", type=Path, default=Path("outputs/bench"), help="folder of bench.json and pareto.png (default: %(default)s)")
+    bench.set_defaults(run=run_bench)
 
     info = commands.add_parser("info", parents=[model], help="say what a checkpoint holds", description="Say what a checkpoint holds.")
     info.set_defaults(run=run_info)
@@ -206,6 +227,49 @@ def run_generate(args: argparse.Namespace) -> None:
     print(f"{made} images made{already}: {args.out}\ngrid: {grid}")
     if args.verbose and traces:
         print("\n".join(f"{name}: {value:g}" for name, value in summary(traces).items()))
+
+
+def run_bench(args: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
+    for package in ("rich", "matplotlib"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"bench needs the package {package}: pip install 'car-spec[bench]'")
+    from car_spec import bench
+
+    for name, least in (("batch_size", 1), ("repeats", 1), ("images", 0)):
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is below {least}")
+    if 0 < args.images < 16:
+        raise ValueError(f"--images {args.images} is too few for a comparison: give 0 or at least 16")
+    device = choose_device(args.device)
+    pipeline = load_pipeline(
+        args.model, vae=args.vae, weights=args.weights, num_heads=args.num_heads, device=device, dtype=DTYPES[args.dtype]
+    )
+    given = {name: getattr(args, name) for name in ("num_iter", "num_inference_steps", "guidance_scale")}
+    base = {name: value for name, value in given.items() if value is not None}
+    own = {name: getattr(args, name) for name in ("lookahead", "window") if getattr(args, name) is not None}
+    runs = bench.contenders(pipeline, base, own)
+    for run in runs:
+        pipeline.settings(**run.settings)
+    quality_batches = -(-args.images // 64)
+    with tqdm(total=len(runs) * (args.repeats + 1) + (len(runs) + 1) * quality_batches, desc="bench", file=sys.stderr) as bar:
+        bench.measure_speed(pipeline, runs, args.batch_size, args.repeats, args.seed, bar.update)
+        if args.images:
+            bench.measure_quality(pipeline, runs, args.images, 64, args.seed + 1, bar.update)
+    settings = pipeline.settings(**base)
+    title = (
+        f"{pipeline.preset.name}: {settings['num_iter']} AR steps, {settings['num_inference_steps']} denoising steps, "
+        f"guidance {settings['guidance_scale']:g}, batch {args.batch_size}, {device}, {torch.get_num_threads()} threads"
+    )
+    bench.print_table(runs, title)
+    args.out.mkdir(parents=True, exist_ok=True)
+    environment = {"title": title, "torch": torch.__version__, "car_spec": car_spec.__version__, "dtype": args.dtype, "images": args.images}
+    bench.write_json(runs, environment, args.out / "bench.json")
+    print(f"figures: {args.out / 'bench.json'}")
+    if args.images:
+        bench.plot_pareto(runs, args.out / "pareto.png")
+        print(f"plot: {args.out / 'pareto.png'}")
 
 
 def run_info(args: argparse.Namespace) -> None:

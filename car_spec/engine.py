@@ -24,6 +24,7 @@ from car_spec.verify import verify_block, verify_token_wise
 class LosslessSettings:
     """lookahead: AR steps drafted before one verification. window: denoising steps drafted inside a row. final_tolerance: largest
     rms gap, a coordinate, between the drafted and the target's last mean; beyond it the target's own value is taken.
+    token_wise: stop at the first transition that fails, for comparison; block verification never accepts less.
     """
 
     lookahead: int = 8

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 DEMO_FOLDER = Path(__file__).parent / "demo"
 DEMO_MODELS = {"demo": "mar.safetensors", "demo-draft": "mar-draft.safetensors"}
+LOSSLESS_SETTINGS = ("lookahead", "window", "final_tolerance", "token_wise")
 SAMPLERS = ("sequential", "lossless")
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
@@ -118,7 +119,7 @@ class MARPipeline:
     def settings(self, **given) -> dict:
         """Sampling settings: what is given (not None), the preset's value otherwise; checked, all of them.
 
-        With the lossless sampler they include its own: lookahead, window and final_tolerance.
+        With the lossless sampler they include its own, `LOSSLESS_SETTINGS`.
         """
         settings = {
             name: getattr(self.preset, name) if given.get(name) is None else given[name]
@@ -135,10 +136,10 @@ class MARPipeline:
         settings["sampler"] = given.get("sampler") or SAMPLERS[0]
         if settings["sampler"] not in SAMPLERS:
             raise ValueError(f"sampler {settings['sampler']!r} is none of {', '.join(SAMPLERS)}")
-        own = {name: given[name] for name in ("lookahead", "window", "final_tolerance") if given.get(name) is not None}
+        own = {name: given[name] for name in LOSSLESS_SETTINGS if given.get(name) is not None}
         if settings["sampler"] == "lossless":
             chosen = LosslessSettings(**own)
-            settings |= {name: getattr(chosen, name) for name in ("lookahead", "window", "final_tolerance")}
+            settings |= {name: getattr(chosen, name) for name in LOSSLESS_SETTINGS}
         elif own:
             raise ValueError(f"{', '.join(own)} belongs to the lossless sampler, but sampler is {settings['sampler']!r}")
         return settings
@@ -158,6 +159,7 @@ class MARPipeline:
         lookahead: int | None = None,
         window: int | None = None,
         final_tolerance: float | None = None,
+        token_wise: bool | None = None,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         output_type: str = "pil",
         callback: Callable[[int, torch.Tensor], None] | None = None,
@@ -167,8 +169,9 @@ class MARPipeline:
         class_labels: ids or names; None samples `num_images` images without a class.
         num_iter: AR steps, 1..tokens. num_inference_steps: denoising steps a token. guidance_scale: 1 is no guidance.
         guidance_schedule: linear or constant over AR steps. temperature: multiplies the noise of every denoising step.
-        sampler: sequential, or lossless: the same law in far fewer sequential calls; lookahead (AR steps), window (denoising steps)
-        and final_tolerance are its settings (see `LosslessSettings`). At temperature 0 nothing is random and both are the same.
+        sampler: sequential, or lossless: the same law in far fewer sequential calls; lookahead (AR steps), window (denoising steps),
+        final_tolerance and token_wise are its settings (see `LosslessSettings`). At temperature 0 nothing is random and both
+        are the same.
         generator: one for the whole batch, or one an image (then an image does not depend on the others). None seeds itself.
         output_type: pil, np, pt or latent. callback(i, tokens (B, N, D)) is called after AR step i of the sequential sampler.
         Whatever is None takes the model's preset. Raises ValueError for a setting out of range and NonFiniteImageError.
@@ -185,6 +188,7 @@ class MARPipeline:
             lookahead=lookahead,
             window=window,
             final_tolerance=final_tolerance,
+            token_wise=token_wise,
         )
         if class_labels is None:
             labels, batch = None, 1 if num_images is None else num_images
@@ -228,7 +232,7 @@ class MARPipeline:
         trace = Trace(batch)
         if settings["sampler"] == "lossless" and settings["temperature"] > 0:
             noise = Noise(generators, torch.arange(batch, device=self.device))
-            own = LosslessSettings(settings["lookahead"], settings["window"], settings["final_tolerance"])
+            own = LosslessSettings(**{name: settings[name] for name in LOSSLESS_SETTINGS})
             try:
                 tokens = LosslessSampler(adapter, steps, vectors, nulls, noise, own, trace).sample()
             except NonFiniteError as error:

@@ -98,7 +98,7 @@ def test_the_diffusion_head_is_sampled_exactly_in_fewer_calls(golden_mar, mar_go
 
 def test_a_row_does_not_depend_on_the_rows_of_other_images(toy):
     chain, _ = toy
-    make = lambda: [torch.Generator().manual_seed(s) for s in (1, 2, 3)]  # noqa: E731
+    make = lambda: [torch.Generator().manual_seed(s) for s in (1, 2, 3)]
     y = torch.randn(5, DIM, generator=torch.Generator().manual_seed(0))
     together = autospeculate(chain, y, Noise(make(), torch.tensor([0, 1, 1, 1, 2])), window=3)
 

@@ -235,9 +235,7 @@ def test_dropped_labels_see_the_fake_latent():
     torch.manual_seed(0)
     model = MAR(TINY)
     model.init_weights()
-    run = lambda drop: model(  # noqa: E731
-        torch.ones(4, 16, 4), torch.arange(4), torch.Generator().manual_seed(0), label_drop=drop
-    )
+    run = lambda drop: model(torch.ones(4, 16, 4), torch.arange(4), torch.Generator().manual_seed(0), label_drop=drop)
     run(1.0).backward()
     assert model.class_emb.weight.grad is None or model.class_emb.weight.grad.eq(0).all()
     assert model.fake_latent.grad is not None

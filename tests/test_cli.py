@@ -157,9 +157,9 @@ def test_sequential_counts_its_calls(tiny_pipeline):
 
 
 def test_at_temperature_zero_lossless_is_sequential(tiny_pipeline):
-    run = lambda sampler: tiny_pipeline(  # noqa: E731
-        [0, 1], temperature=0.0, sampler=sampler, generator=torch.Generator().manual_seed(0), output_type="latent"
-    ).images
+    run = lambda sampler: (
+        tiny_pipeline([0, 1], temperature=0.0, sampler=sampler, generator=torch.Generator().manual_seed(0), output_type="latent").images
+    )
     assert torch.equal(run("lossless"), run("sequential"))
 
 

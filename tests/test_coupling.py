@@ -18,7 +18,7 @@ GRID = torch.linspace(-60, 60, 1_000_001, dtype=torch.float64)
 
 def excess_density(alpha, delta):
     """max(0, alpha * N(0, 1) - N(delta, 1)) on the grid."""
-    normal = lambda x: torch.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)  # noqa: E731
+    normal = lambda x: torch.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
     return (alpha * normal(GRID) - normal(GRID - delta)).clamp_min(0)
 
 

@@ -218,7 +218,7 @@ def test_p14_a_whole_model_in_half_precision_samples_finite_values(tiny_pipeline
 
 
 def test_p14_half_precision_follows_single_precision(tiny_pipeline):
-    run = lambda: tiny_pipeline([0, 1], num_iter=2, generator=torch.Generator().manual_seed(0), output_type="latent").images  # noqa: E731
+    run = lambda: tiny_pipeline([0, 1], num_iter=2, generator=torch.Generator().manual_seed(0), output_type="latent").images
     single = run()
     tiny_pipeline.to(dtype=torch.bfloat16)
     assert (run() - single).abs().mean() < 0.05  # a few bf16 roundings (4e-3) of values about 1
@@ -263,7 +263,7 @@ def test_p18_more_iterations_than_tokens_is_one_sentence(tiny_pipeline, num_iter
 @pytest.mark.parametrize("batch", [1, 2, 3])
 @pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
 def test_p19_shapes_hold_at_every_batch_size(tiny_pipeline, batch, guidance_scale):
-    run = lambda kind: tiny_pipeline(list(range(batch)), guidance_scale=guidance_scale, num_inference_steps=3, output_type=kind).images  # noqa: E731
+    run = lambda kind: tiny_pipeline(list(range(batch)), guidance_scale=guidance_scale, num_inference_steps=3, output_type=kind).images
     assert run("latent").shape == (batch, 4, 4, 4)
     assert run("pt").shape == (batch, 3, 8, 8)
     assert run("np").shape == (batch, 8, 8, 3)
@@ -388,7 +388,7 @@ def test_p31_the_manifest_names_everything_that_can_change_a_pixel(tiny_file, tm
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     settings = {"sampler", "model", "model_sha256", "weights", "vae_sha256", "classes", "seed", "dtype", "num_iter"}
     lossless = json.loads((tmp_path / "lossless" / "manifest.json").read_text())["settings"]
-    assert set(lossless) - set(manifest["settings"]) == {"lookahead", "window", "final_tolerance"}
+    assert set(lossless) - set(manifest["settings"]) == {"lookahead", "window", "final_tolerance", "token_wise"}
     assert settings | {"num_inference_steps", "guidance_scale", "guidance_schedule", "temperature"} == set(manifest["settings"])
     assert manifest["settings"]["weights"] == "flat" and manifest["settings"]["sampler"] == "sequential"
     assert [image["label"] for image in manifest["images"]] == [2, 5, 2]

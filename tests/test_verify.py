@@ -81,7 +81,7 @@ def with_r_1(ratios, lengths, target, draft, noise):
     """Planted bias: the token-wise residual where the block one is due."""
     verdict = verify_block(ratios, lengths, target, draft, noise)
     rows, index = torch.arange(len(lengths)), verdict.accepted.clamp_max(STEPS - 1)
-    pick = lambda laws: Gaussian(laws.mean[rows, index], laws.log_std[rows, index])  # noqa: E731
+    pick = lambda laws: Gaussian(laws.mean[rows, index], laws.log_std[rows, index])
     from car_spec.verify import draw_residual
 
     wrong, _ = draw_residual(pick(target), pick(draft), torch.zeros(len(rows)), verdict.accepted < lengths, noise)
@@ -92,7 +92,7 @@ def with_reflection(ratios, lengths, target, draft, noise):
     """Planted bias: the reflection inside block verification."""
     verdict = verify_block_equal_std(ratios, lengths, target, draft, noise)
     rows, index = torch.arange(len(lengths)), verdict.accepted.clamp_max(STEPS - 1)
-    pick = lambda laws: Gaussian(laws.mean[rows, index], laws.log_std[rows, index])  # noqa: E731
+    pick = lambda laws: Gaussian(laws.mean[rows, index], laws.log_std[rows, index])
     return Verdict(verdict.accepted, reflection(pick(target), pick(draft), noise.normal(DIM)), 0)
 
 

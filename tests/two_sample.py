@@ -30,19 +30,3 @@ def largest_z(first: torch.Tensor, second: torch.Tensor) -> float:
     outer = [(x[:, :, None] * x[:, None, :]).flatten(1) for x in (first.flatten(1).double(), second.flatten(1).double())]
     error = sum(x.var(0) / len(x) for x in outer).sqrt()
     return ((outer[0].mean(0) - outer[1].mean(0)) / error).abs().max().item()
-
-
-def energy_p(first: torch.Tensor, second: torch.Tensor, permutations: int = 199) -> float:
-    """Permutation p-value of the energy distance of samples (B, ...): sees differences of any kind."""
-    x = torch.cat([first.flatten(1), second.flatten(1)]).double()
-    distance = torch.cdist(x, x)
-    n, generator = len(first), torch.Generator().manual_seed(7)
-
-    def statistic(order):
-        sign = torch.full((len(x),), -1.0 / (len(x) - n), dtype=x.dtype)
-        sign[order[:n]] = 1.0 / n
-        return -sign @ distance @ sign  # 2 E|a - b| - E|a - a'| - E|b - b'|
-
-    observed = statistic(torch.arange(len(x)))
-    others = [statistic(torch.randperm(len(x), generator=generator)) for _ in range(permutations)]
-    return (1 + sum(bool(o >= observed) for o in others)) / (permutations + 1)

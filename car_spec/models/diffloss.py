@@ -102,7 +102,7 @@ class DiffLoss(nn.Module):
         """
         timesteps = torch.randint(TRAIN_STEPS, (len(x_0),), generator=generator)  # (N,)
         noise = torch.randn(x_0.shape, generator=generator).to(x_0)
-        column = lambda table: table[timesteps, None].float().to(x_0.device)  # noqa: E731  (K,) -> (N, 1)
+        column = lambda table: table[timesteps, None].float().to(x_0.device)
         schedule = self._schedule
         signal = column(schedule.alphas_cumprod)
         x_t = signal.sqrt() * x_0 + (1 - signal).sqrt() * noise

@@ -187,7 +187,7 @@ def _announced_bytes(path: Path) -> int | None:
 def identify(state: Iterable[str]) -> str | None:
     """Key names -> mar, xar, harmon, vae, or None."""
     names = list(state)
-    starts = lambda prefix: any(n.startswith(prefix) for n in names)  # noqa: E731
+    starts = lambda prefix: any(n.startswith(prefix) for n in names)
     if starts("mar.") and starts("llm."):
         return "harmon"
     if starts("diffloss.net."):

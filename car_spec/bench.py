@@ -1,0 +1,178 @@
+"""`car-spec bench`: the samplers side by side in one process, in turns, with calls, rows, wall-clock and quality apart."""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from car_spec.eval.distances import energy_test, frechet_distance, principal_components
+from car_spec.pipeline import MARPipeline, image_seed
+from car_spec.trace import summary
+
+COMPONENTS = 32  # of the latents, for the quality columns
+
+
+@dataclass
+class Contender:
+    """One sampler with its settings, and what was measured of it."""
+
+    name: str
+    settings: dict[str, Any]
+    seconds: list[float] = field(default_factory=list)  # an image, one entry a repeat
+    counts: list[dict[str, float]] = field(default_factory=list)
+    frechet: float | None = None  # to the reference set of the sequential sampler
+    p_value: float | None = None  # energy test against it
+
+    @property
+    def median_seconds(self) -> float:
+        return statistics.median(self.seconds)
+
+    def median_count(self, name: str) -> float:
+        return statistics.median(count[name] for count in self.counts)
+
+
+def contenders(pipeline: MARPipeline, base: dict[str, Any], lossless: dict[str, Any]) -> list[Contender]:
+    """Sequential first; its cheaper versions, which change the law; then the lossless ones, which do not."""
+    whole = pipeline.settings(**base)
+    num_iter, num_steps = whole["num_iter"], whole["num_inference_steps"]
+    out = [Contender("sequential", base)]
+    for divisor in (2, 4):
+        if num_iter >= divisor:
+            out.append(Contender(f"sequential, {num_iter // divisor} AR steps", base | {"num_iter": num_iter // divisor}))
+    for fewer in (50, 25):
+        if fewer < num_steps:
+            out.append(Contender(f"sequential, {fewer} denoising steps", base | {"num_inference_steps": fewer}))
+    out.append(Contender("lossless, token-wise", base | {"sampler": "lossless", "token_wise": True} | lossless))
+    out.append(Contender("lossless, block", base | {"sampler": "lossless"} | lossless))
+    return out
+
+
+def generators(seed: int, first: int, count: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(image_seed(seed, i)) for i in range(first, first + count)]
+
+
+def labels(pipeline: MARPipeline, first: int, count: int) -> list[int]:
+    return [i % pipeline.num_classes for i in range(first, first + count)]
+
+
+def measure_speed(
+    pipeline: MARPipeline, runs: Sequence[Contender], batch_size: int, repeats: int, seed: int, on_run: Callable[[], object]
+) -> None:
+    """Alternate the contenders, one batch each a repeat, after one warm-up of each that does not count."""
+    for repeat in range(-1, repeats):
+        for run in runs:
+            first = max(repeat, 0) * batch_size
+            start = time.perf_counter()
+            output = pipeline(
+                labels(pipeline, first, batch_size), generator=generators(seed, first, batch_size), output_type="pt", **run.settings
+            )
+            synchronise(pipeline.device)
+            if repeat >= 0:
+                run.seconds.append((time.perf_counter() - start) / batch_size)
+                run.counts.append(summary([output.trace]))
+            on_run()
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for the device, so that a clock read on the host means something."""
+    module = getattr(torch, device.type)
+    if hasattr(module, "synchronize"):
+        module.synchronize()
+
+
+def measure_quality(
+    pipeline: MARPipeline, runs: Sequence[Contender], images: int, batch_size: int, seed: int, on_run: Callable[[], object]
+) -> None:
+    """Frechet distance and energy test of each contender's latents against an own set of sequential ones, on principal components.
+
+    The sequential contender is compared too, with other seeds: its figures are what no difference looks like.
+    """
+
+    def sample(settings: dict[str, Any], first: int) -> torch.Tensor:
+        parts = []
+        for start in range(0, images, batch_size):
+            size = min(batch_size, images - start)
+            parts.append(
+                pipeline(
+                    labels(pipeline, start, size),
+                    generator=generators(seed, first + start, size),
+                    output_type="latent",
+                    **settings,
+                ).images.flatten(1)
+            )
+            on_run()
+        return torch.cat(parts).cpu()
+
+    reference = sample(runs[0].settings, 0)
+    mean, directions = principal_components(reference, min(COMPONENTS, images - 1))
+    project = lambda x: (x.double() - mean) @ directions
+    for i, run in enumerate(runs):
+        latents = sample(run.settings, (i + 1) * images)
+        run.frechet = frechet_distance(project(latents), project(reference))
+        run.p_value = energy_test(project(latents), project(reference))
+
+
+HEADER = ("sampler", "calls", "backbone", "head", "rows", "s/image", "faster", "Frechet", "p")
+
+
+def table_rows(runs: Sequence[Contender]) -> list[tuple[str, ...]]:
+    base = runs[0]
+    rows: list[tuple[str, ...]] = []
+    for run in runs:
+        calls, head_rows = run.median_count("sequential calls a batch"), run.median_count("head rows an image")
+        rows.append(
+            (
+                run.name,
+                f"{calls:.0f} ({base.median_count('sequential calls a batch') / calls:.1f}x)",
+                f"{run.median_count('backbone calls a batch'):.0f}",
+                f"{run.median_count('head calls a batch'):.0f}",
+                f"{head_rows / base.median_count('head rows an image'):.2f}x",
+                f"{run.median_seconds:.3f}",
+                f"{base.median_seconds / run.median_seconds:.2f}x",
+                "" if run.frechet is None else f"{run.frechet:.3f}",
+                "" if run.p_value is None else f"{run.p_value:.3f}",
+            )
+        )
+    return rows
+
+
+def print_table(runs: Sequence[Contender], title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for i, name in enumerate(HEADER):
+        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=i > 0)
+    for row in table_rows(runs):
+        table.add_row(*row)
+    Console(width=140).print(table)
+
+
+def write_json(runs: Sequence[Contender], environment: dict[str, Any], path: Path) -> None:
+    content = {"environment": environment, "runs": [asdict(run) | {"median_seconds": run.median_seconds} for run in runs]}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def plot_pareto(runs: Sequence[Contender], path: Path) -> None:
+    """Quality over time: down and left is better."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for run in runs:
+        if run.frechet is not None:
+            kind = "C1" if run.name.startswith("lossless") else "C0"
+            axes.scatter(run.median_seconds, run.frechet, color=kind, s=50)
+            axes.annotate(run.name, (run.median_seconds, run.frechet), xytext=(6, 4), textcoords="offset points", fontsize=9)
+    axes.set(xlabel="seconds an image (median)", ylabel="Frechet distance to the sequential sampler (latents)")
+    axes.margins(x=0.3, y=0.15)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

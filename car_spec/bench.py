@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from car_spec.eval.distances import energy_test, frechet_distance, principal_components
-from car_spec.pipeline import MARPipeline, image_seed
+from car_spec.pipeline import MARPipeline, image_seed, synchronise
 from car_spec.trace import summary
 
 COMPONENTS = 32  # of the latents, for the quality columns
@@ -76,13 +76,6 @@ def measure_speed(
                 run.seconds.append((time.perf_counter() - start) / batch_size)
                 run.counts.append(summary([output.trace]))
             on_run()
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait for the device, so that a clock read on the host means something."""
-    module = getattr(torch, device.type)
-    if hasattr(module, "synchronize"):
-        module.synchronize()
 
 
 def measure_quality(

@@ -17,6 +17,7 @@ from car_spec.pipeline import SAMPLERS, MARPipeline, load_pipeline
 from car_spec.runs import ImageSpec, RunError, RunFolder, generate_images, image_spec, sha256_of
 from car_spec.trace import summary
 
+LOSSLESS_CHOICES = ("sampler", "lookahead", "window")  # what `--lookahead auto` decides
 RECIPES = Path(__file__).parent / "configs"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SAMPLING = (
@@ -64,7 +65,9 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument("--guidance-schedule", choices=GUIDANCE_SCHEDULES, help="over AR steps")
     how.add_argument("--temperature", type=float, help="multiplies the noise of every denoising step")
     how.add_argument("--sampler", choices=SAMPLERS, help=f"lossless: the same law in far fewer sequential calls (default: {SAMPLERS[0]})")
-    how.add_argument("--lookahead", type=int, help=f"lossless: AR steps drafted at a time (default: {LosslessSettings.lookahead})")
+    how.add_argument(
+        "--lookahead", type=number_or_auto, help=f"lossless: AR steps drafted at a time, or auto (default: {LosslessSettings.lookahead})"
+    )
     how.add_argument("--window", type=int, help=f"lossless: denoising steps drafted at a time (default: {LosslessSettings.window})")
     how.add_argument(
         "--final-tolerance",
@@ -103,6 +106,10 @@ def build_parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", parents=[model], help="say what a checkpoint holds", description="Say what a checkpoint holds.")
     info.set_defaults(run=run_info)
     return parser
+
+
+def number_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 def read_recipe(name: str, allowed: set[str]) -> dict[str, Any]:
@@ -199,6 +206,8 @@ def run_generate(args: argparse.Namespace) -> None:
     )
     sampling = pipeline.settings(**{name: getattr(args, name) for name in SAMPLING})
     classes, specs = choose_images(args, pipeline)
+    if sampling.get("lookahead") == "auto":
+        sampling = RunFolder.chosen_before(args.out, LOSSLESS_CHOICES, sampling) or pipeline.tune(args.batch_size, sampling)
     assert pipeline.source is not None  # load_pipeline sets it
     settings = {
         "model": pipeline.preset.name,

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from car_spec.adapters.mar import GUIDANCE_SCHEDULES, MARAdapter, remaining_after_each_step, unpatchify
+from car_spec.adapters.mar import GUIDANCE_SCHEDULES, ARStep, MARAdapter, remaining_after_each_step, unpatchify
 from car_spec.asd import NonFiniteError
+from car_spec.costmodel import tune
 from car_spec.engine import LosslessSampler, LosslessSettings
 from car_spec.models.presets import PRESETS, Preset
 from car_spec.noise import Noise
@@ -138,11 +139,32 @@ class MARPipeline:
             raise ValueError(f"sampler {settings['sampler']!r} is none of {', '.join(SAMPLERS)}")
         own = {name: given[name] for name in LOSSLESS_SETTINGS if given.get(name) is not None}
         if settings["sampler"] == "lossless":
-            chosen = LosslessSettings(**own)
+            automatic = own.get("lookahead") == "auto"
+            if automatic and "window" in own:
+                raise ValueError(f"window {own['window']} conflicts with lookahead 'auto', which chooses both")
+            chosen = LosslessSettings(**({name: value for name, value in own.items() if value != "auto"}))
             settings |= {name: getattr(chosen, name) for name in LOSSLESS_SETTINGS}
+            if automatic:
+                settings["lookahead"] = "auto"
         elif own:
             raise ValueError(f"{', '.join(own)} belongs to the lossless sampler, but sampler is {settings['sampler']!r}")
         return settings
+
+    @torch.no_grad()
+    def tune(self, batch_size: int, settings: dict) -> dict:
+        """Complete settings whose lookahead is `auto` -> the same with the numbers that are fastest here for such a batch.
+
+        They may say `sequential`: where the device is already full, speculation does not pay. Measures for some seconds.
+        """
+        vectors = self.model.class_emb.weight[:1].expand(batch_size, -1)
+        adapter, steps = self._problem([torch.Generator().manual_seed(i) for i in range(batch_size)], settings)
+        start = {name: settings[name] for name in LOSSLESS_SETTINGS if name not in ("lookahead", "window")}
+        best = tune(
+            adapter, steps, vectors, self.model.class_vectors(None, batch_size), LosslessSettings(**start), lambda: synchronise(self.device)
+        )
+        if best is None:
+            return {name: value for name, value in settings.items() if name not in LOSSLESS_SETTINGS} | {"sampler": "sequential"}
+        return settings | {"lookahead": best.lookahead, "window": best.window}
 
     @torch.no_grad()
     def __call__(
@@ -156,7 +178,7 @@ class MARPipeline:
         guidance_schedule: str | None = None,
         temperature: float | None = None,
         sampler: str | None = None,
-        lookahead: int | None = None,
+        lookahead: int | str | None = None,
         window: int | None = None,
         final_tolerance: float | None = None,
         token_wise: bool | None = None,
@@ -170,8 +192,9 @@ class MARPipeline:
         num_iter: AR steps, 1..tokens. num_inference_steps: denoising steps a token. guidance_scale: 1 is no guidance.
         guidance_schedule: linear or constant over AR steps. temperature: multiplies the noise of every denoising step.
         sampler: sequential, or lossless: the same law in far fewer sequential calls; lookahead (AR steps), window (denoising steps),
-        final_tolerance and token_wise are its settings (see `LosslessSettings`). At temperature 0 nothing is random and both
-        are the same.
+        final_tolerance and token_wise are its settings (see `LosslessSettings`). lookahead `auto` measures this machine first and
+        picks lookahead and window, or sequential sampling where that is faster. At temperature 0 nothing is random and both are
+        the same.
         generator: one for the whole batch, or one an image (then an image does not depend on the others). None seeds itself.
         output_type: pil, np, pt or latent. callback(i, tokens (B, N, D)) is called after AR step i of the sequential sampler.
         Whatever is None takes the model's preset. Raises ValueError for a setting out of range and NonFiniteImageError.
@@ -203,6 +226,8 @@ class MARPipeline:
             raise ValueError(
                 "there is nothing to sample: class_labels is empty" if labels is not None else f"num_images {batch} is below 1"
             )
+        if settings.get("lookahead") == "auto":
+            settings = self.tune(batch, settings)
         tokens, trace = self._sample_tokens(labels, self._image_generators(generator, batch), settings, callback)
         latents = unpatchify(tokens, self.patch_size)  # (B, C, h, w)
         return ImagePipelineOutput(latents if output_type == "latent" else self._finish(latents, output_type), trace)
@@ -220,14 +245,7 @@ class MARPipeline:
 
     def _sample_tokens(self, labels, generators, settings, callback) -> tuple[torch.Tensor, Trace]:
         model, batch = self.model, len(generators)
-        orders = torch.stack([torch.randperm(self.num_tokens, generator=g) for g in generators]).to(self.device)  # (B, N)
-        adapter = MARAdapter(
-            model,
-            num_inference_steps=settings["num_inference_steps"],
-            temperature=settings["temperature"],
-            clip_sample_range=self.clip_sample_range,
-        )
-        steps = adapter.ar_steps(orders, settings["num_iter"], settings["guidance_scale"], settings["guidance_schedule"])
+        adapter, steps = self._problem(generators, settings)
         vectors, nulls = model.class_vectors(labels, batch), model.class_vectors(None, batch)  # (B, W)
         trace = Trace(batch)
         if settings["sampler"] == "lossless" and settings["temperature"] > 0:
@@ -243,6 +261,17 @@ class MARPipeline:
         self._check_finite(tokens)
         return tokens, trace
 
+    def _problem(self, generators: list[torch.Generator], settings: dict) -> tuple[MARAdapter, list[ARStep]]:
+        """The adapter of a run, and the AR steps of a batch with an order drawn for each image."""
+        orders = torch.stack([torch.randperm(self.num_tokens, generator=g) for g in generators]).to(self.device)  # (B, N)
+        adapter = MARAdapter(
+            self.model,
+            num_inference_steps=settings["num_inference_steps"],
+            temperature=settings["temperature"],
+            clip_sample_range=self.clip_sample_range,
+        )
+        return adapter, adapter.ar_steps(orders, settings["num_iter"], settings["guidance_scale"], settings["guidance_schedule"])
+
     @staticmethod
     def _check_finite(values: torch.Tensor) -> None:
         finite = values.flatten(1).isfinite().all(1)
@@ -256,6 +285,13 @@ class MARPipeline:
         self._check_finite(images)
         images = (0.5 * images + 0.5).clamp(0, 1)
         return images if output_type == "pt" else to_pixels(images, output_type)
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for the device, so that a clock read on the host means something."""
+    module = getattr(torch, device.type)
+    if hasattr(module, "synchronize"):
+        module.synchronize()
 
 
 def _cpu_generators(generator: torch.Generator, count: int) -> list[torch.Generator]:

@@ -91,6 +91,17 @@ class RunFolder:
             raise RunError(f"--out {self.path} holds PNG files but no {MANIFEST}; give another folder")
         self.path.mkdir(parents=True, exist_ok=True)
 
+    @staticmethod
+    def chosen_before(path: Path, names: Sequence[str], settings: dict[str, Any]) -> dict[str, Any] | None:
+        """Settings with the values that an earlier run of the folder chose for `names`; None where there is none to follow."""
+        try:
+            held = json.loads((path / MANIFEST).read_text())["settings"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        if held.get("sampler") == "sequential":
+            return {name: value for name, value in settings.items() if name in held} | {"sampler": "sequential"}
+        return settings | {name: held[name] for name in names if name in held}
+
     def missing(self, specs: Sequence[ImageSpec]) -> list[ImageSpec]:
         return [spec for spec in specs if not (self.path / spec.file).exists()]
 

@@ -67,6 +67,24 @@ class _Draft:
     path: Path
 
 
+@dataclass(frozen=True)
+class _Verified:
+    """What verification leaves of a draft."""
+
+    lead: torch.Tensor  # (A,) rows that were drafted exactly
+    rows: torch.Tensor  # (A,) speculative rows that stand
+    transitions: torch.Tensor  # (A,) transitions that stand of the row after them
+    complete: torch.Tensor  # (A,) bool: everything that was judged stands
+    corrected: torch.Tensor  # (A,) bool: the last row that stands took the target's own value
+    replacement: torch.Tensor  # (A, D) the state after `transitions`, where not complete
+    y_0: torch.Tensor  # (R, D) values of the drafted rows
+
+    @classmethod
+    def nothing(cls, lead: torch.Tensor, y_0: torch.Tensor, like: torch.Tensor) -> "_Verified":
+        no, yes = torch.zeros_like(lead, dtype=torch.bool), torch.ones_like(lead, dtype=torch.bool)
+        return cls(lead, torch.zeros_like(lead), torch.zeros_like(lead), yes, no, torch.zeros_like(like), y_0)
+
+
 class LosslessSampler:
     """One batch of images. All share the sizes of the AR steps; each has its own order, pointer, and generator."""
 
@@ -102,7 +120,10 @@ class LosslessSampler:
         state = _State(image, tokens, torch.zeros_like(image), z, torch.zeros_like(tokens[:, 0]), top)
         while len(state.image):
             draft = self._draft(state)
-            state = self._verify_and_commit(state, draft)
+            drafted = state.tokens.index_put((draft.a, draft.position), draft.path.states[:, 0])  # (A, N, D)
+            conditions, where = self._prefixes(state, drafted)
+            verified = self._verify(state, draft, conditions, where)
+            state = self._commit(state, draft, verified, conditions, where)
             finished = state.n == self.adapter.num_tokens
             done[state.image[finished]] = state.tokens[finished]
             state = state.keep(~finished)
@@ -152,58 +173,57 @@ class LosslessSampler:
         mask = torch.zeros_like(unknown).scatter_(1, self.order[state.image[a]], unknown)
         return self._conditions(state.image[a], drafted[a], mask), index
 
-    def _verify_and_commit(self, state: _State, draft: _Draft) -> _State:
-        """Judge the speculative rows of every image as one sequence of transitions, and move the pointers."""
-        size, dim, noisy = len(state.image), self.adapter.token_dim, self.chain_steps - 1  # noisy transitions a row
-        y_0 = draft.path.states[:, 0].clone()  # (R, D)
-        drafted = state.tokens.index_put((draft.a, draft.position), y_0)  # (A, N, D)
-        conditions, where = self._prefixes(state, drafted)
-
+    def _verify(self, state: _State, draft: _Draft, conditions: torch.Tensor, where: torch.Tensor) -> _Verified:
+        """Judge the speculative rows of every image as one sequence of transitions, in the order they are generated."""
+        size, noisy = len(state.image), self.chain_steps - 1  # noisy transitions a row
         lead = torch.bincount(draft.a[draft.ahead == 0], minlength=size)  # (A,) rows drafted exactly
-        used = torch.zeros_like(lead)  # speculative rows that are judged
-        tau, complete, corrected = torch.zeros_like(lead), torch.ones_like(lead, dtype=torch.bool), torch.zeros_like(lead, dtype=torch.bool)
-        replacement = torch.zeros_like(state.resumed)
+        result = _Verified.nothing(lead, draft.path.states[:, 0].clone(), state.resumed)
         spec = (draft.ahead > 0).nonzero()[:, 0]  # (S,) speculative rows
-        if len(spec):
-            a, row, ahead = draft.a[spec], draft.row[spec], draft.ahead[spec]
-            with self.trace.time("verify"):
-                law = self._laws(self._chain(conditions[where[a, ahead], :, draft.position[spec]], row), draft.path.states[spec, 1:])
-            q = row - state.n[a] - lead[a]  # (S,) place of the row in its image's sequence
-            gap = (law.mean[:, 0] - y_0[spec]).square().mean(-1).sqrt()  # (S,)
-            bad = gap > self.settings.final_tolerance
-            count = torch.bincount(a, minlength=size)
-            last = torch.full_like(count, len(self.group)).scatter_reduce(0, a[bad], q[bad], "amin")  # first bad row
-            corrected = last < count
-            used = torch.where(corrected, last + 1, count)
+        if not len(spec):
+            return result
+        a, row, ahead = draft.a[spec], draft.row[spec], draft.ahead[spec]
+        with self.trace.time("verify"):
+            law = self._laws(self._chain(conditions[where[a, ahead], :, draft.position[spec]], row), draft.path.states[spec, 1:])
 
-            judged = used.nonzero()[:, 0]  # images with something to judge; the others must draw nothing
-            inside = q < used[a]
-            sequences = Sequences(len(judged), int(used.max()), noisy, dim)
-            place = (torch.searchsorted(judged, a[inside]), q[inside])
-            states = sequences.lay(draft.path.states[spec, 1:-1][inside], place)
-            target = Gaussian(*(sequences.lay(part[inside, 1:], place) for part in law))
-            own = Gaussian(*(sequences.lay(part[spec, 1:][inside], place) for part in (draft.path.mean, draft.path.log_std)))
-            lengths = used[judged] * noisy
-            ratios = target.log_prob(states) - own.log_prob(states)
-            ratios = torch.where(torch.arange(ratios.shape[1], device=a.device) < lengths[:, None], ratios, 0.0)
-            verify = verify_token_wise if self.settings.token_wise else verify_block
-            with self.trace.time("decide"):
-                verdict = verify(ratios, lengths, target, own, self.noise.of(state.image[judged]))
-            tau[judged], complete[judged], replacement[judged] = verdict.accepted, verdict.accepted == lengths, verdict.replacement
-            # the target's own last mean, where the draft's is too far from it
-            ends = (corrected & complete)[a] & (q == last[a])
-            y_0[spec[ends]] = law.mean[ends, 0]
-            stands = (q < torch.where(complete, used, tau // noisy)[a]) & ~ends
-            self.trace.record_verification(ahead, stands, gap, int(ends.sum()), verdict.fallbacks)
+        # the last, noiseless transition: the first row whose gap is too large ends the sequence
+        q = row - state.n[a] - lead[a]  # (S,) place of the row in its image's sequence
+        gap = (law.mean[:, 0] - result.y_0[spec]).square().mean(-1).sqrt()  # (S,)
+        bad = gap > self.settings.final_tolerance
+        count = torch.bincount(a, minlength=size)
+        last = torch.full_like(count, len(self.group)).scatter_reduce(0, a[bad], q[bad], "amin")
+        used = torch.where(last < count, last + 1, count)
 
-        whole = torch.where(complete, used, tau // noisy)  # speculative rows that stand
-        n = state.n + lead + whole
+        judged = used.nonzero()[:, 0]  # images with something to judge; the others must draw nothing
+        inside = q < used[a]
+        place = (torch.searchsorted(judged, a[inside]), q[inside])
+        shape = (len(judged), int(used.max()), noisy, self.adapter.token_dim)
+        states = lay_out(draft.path.states[spec, 1:-1][inside], place, shape)  # (J, G, D)
+        target = Gaussian(*(lay_out(part[inside, 1:], place, shape) for part in law))
+        drafted = Gaussian(*(lay_out(part[spec, 1:][inside], place, shape) for part in (draft.path.mean, draft.path.log_std)))
+        lengths = used[judged] * noisy
+        ratios = target.log_prob(states) - drafted.log_prob(states)  # (J, G)
+        ratios = torch.where(torch.arange(ratios.shape[1], device=a.device) < lengths[:, None], ratios, 0.0)
+        verify = verify_token_wise if self.settings.token_wise else verify_block
+        with self.trace.time("decide"):
+            verdict = verify(ratios, lengths, target, drafted, self.noise.of(state.image[judged]))
+
+        result.complete[judged], result.replacement[judged] = verdict.accepted == lengths, verdict.replacement
+        result.rows[judged], result.transitions[judged] = verdict.accepted // noisy, verdict.accepted % noisy
+        result.corrected.copy_((last < count) & result.complete)
+        ends = result.corrected[a] & (q == last[a])
+        result.y_0[spec[ends]] = law.mean[ends, 0]  # the target's own last mean
+        self.trace.record_verification(ahead, (q < result.rows[a]) & ~ends, gap, int(ends.sum()), verdict.fallbacks)
+        return result
+
+    def _commit(self, state: _State, draft: _Draft, verified: _Verified, conditions: torch.Tensor, where: torch.Tensor) -> _State:
+        """Rows that stand become tokens; the row where verification stopped keeps its new state and step."""
+        n = state.n + verified.lead + verified.rows
         stands = draft.row < n[draft.a]
-        tokens = state.tokens.index_put((draft.a[stands], draft.position[stands]), y_0[stands])
-        start = torch.where(complete, self.chain_steps - 1, self.chain_steps - 2 - tau % noisy)
+        tokens = state.tokens.index_put((draft.a[stands], draft.position[stands]), verified.y_0[stands])
+        start = torch.where(verified.complete, self.chain_steps - 1, self.chain_steps - 2 - verified.transitions)
         self.trace.record_round(state.image, n - state.n)
-        z = self._next_conditions(state, tokens, n, conditions, where, corrected & complete)
-        return _State(state.image, tokens, n, z, replacement, start)
+        z = self._next_conditions(state, tokens, n, conditions, where, verified.corrected)
+        return _State(state.image, tokens, n, z, verified.replacement, start)
 
     def _next_conditions(self, state, tokens, n, conditions, where, corrected) -> torch.Tensor:
         """The condition of the AR step of row n, already computed unless a corrected token changed its prefix."""
@@ -233,17 +253,11 @@ class LosslessSampler:
         return Gaussian(*(torch.cat(part).view(size, steps, dim) for part in zip(*parts)))
 
 
-@dataclass(frozen=True)
-class Sequences:
-    """Lays the transitions of rows out as one sequence an image, in the order they are generated: step K - 1 of a row first."""
+def lay_out(values: torch.Tensor, place: tuple[torch.Tensor, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+    """Transitions of rows, step ascending, (S, T, D) at (image, row) of shape (J, rows, T, D) -> sequences (J, rows * T, D).
 
-    images: int
-    rows: int
-    transitions: int
-    dim: int
-
-    def lay(self, values: torch.Tensor, place: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """values (S, transitions, D), step ascending, at (image, row) -> (images, rows * transitions, D), zero elsewhere."""
-        out = values.new_zeros(self.images, self.rows, self.transitions, self.dim)
-        out[place] = values.flip(1)
-        return out.flatten(1, 2)
+    A sequence follows generation: row after row, and inside a row from the noisiest step down. Zero where there is no row.
+    """
+    out = values.new_zeros(shape)
+    out[place] = values.flip(1)
+    return out.flatten(1, 2)

@@ -70,8 +70,8 @@ def test_images_have_the_sequential_law(golden_mar, references, case, token_wise
 class CommitsTooMuch(LosslessSampler):
     """Planted bias: the row where verification stopped is committed as it was drafted."""
 
-    def _verify_and_commit(self, state, draft):
-        after = super()._verify_and_commit(state, draft)
+    def _commit(self, state, draft, *rest):
+        after = super()._commit(state, draft, *rest)
         stopped = (after.start < self.chain_steps - 1) & (after.n < len(self.group) - 1)
         row = after.n.clamp_max(len(self.group) - 1)
         drafted = state.tokens.index_put((draft.a, draft.position), draft.path.states[:, 0])

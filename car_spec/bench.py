@@ -149,23 +149,3 @@ def print_table(runs: Sequence[Contender], title: str) -> None:
 def write_json(runs: Sequence[Contender], environment: dict[str, Any], path: Path) -> None:
     content = {"environment": environment, "runs": [asdict(run) | {"median_seconds": run.median_seconds} for run in runs]}
     path.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def plot_pareto(runs: Sequence[Contender], path: Path) -> None:
-    """Quality over time: down and left is better."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for run in runs:
-        if run.frechet is not None:
-            kind = "C1" if run.name.startswith("lossless") else "C0"
-            axes.scatter(run.median_seconds, run.frechet, color=kind, s=50)
-            axes.annotate(run.name, (run.median_seconds, run.frechet), xytext=(6, 4), textcoords="offset points", fontsize=9)
-    axes.set(xlabel="seconds an image (median)", ylabel="Frechet distance to the sequential sampler (latents)")
-    axes.margins(x=0.3, y=0.15)
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)

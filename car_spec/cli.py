@@ -80,6 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     where.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, ... (default: %(default)s)")
     where.add_argument("--dtype", choices=DTYPES, default="float32", help="of the transformer (default: %(default)s)")
     where.add_argument("--verbose", action="store_true", help="say how many network calls it took, and what verification did")
+    where.add_argument("--plot", action="store_true", help="draw what verification accepted into speculation.png (lossless; matplotlib)")
     where.add_argument("--columns", type=int, help="of the grid (default: the number of classes, at most 8)")
     generate.set_defaults(run=run_generate)
 
@@ -106,6 +107,12 @@ def build_parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", parents=[model], help="say what a checkpoint holds", description="Say what a checkpoint holds.")
     info.set_defaults(run=run_info)
     return parser
+
+
+def require(what: str, *packages: str) -> None:
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"{what} needs the package {package}: pip install 'car-spec[bench]'")
 
 
 def number_or_auto(text: str) -> int | str:
@@ -143,8 +150,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         allowed = set(vars(args)) - {"command", "run", "config"}
         recipe: list[str] = []
         for name, value in read_recipe(args.config, allowed).items():
-            if value is not None:
-                recipe += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
+            if value is not None and value is not False:
+                values = [] if value is True else value if isinstance(value, list) else [value]
+                recipe += [f"--{name.replace('_', '-')}", *map(str, values)]
         given = list(sys.argv[1:] if argv is None else argv)
         args = parser.parse_args([given[0], *recipe, *given[1:]])
     return args
@@ -194,6 +202,8 @@ def run_generate(args: argparse.Namespace) -> None:
 
     if args.batch_size < 1:
         raise ValueError(f"--batch-size {args.batch_size} is below 1")
+    if args.plot:
+        require("--plot", "matplotlib")
     device = choose_device(args.device)
     pipeline = load_pipeline(
         args.model,
@@ -234,6 +244,11 @@ def run_generate(args: argparse.Namespace) -> None:
     grid = folder.write_grid(specs, args.columns or min(len(classes), len(specs), 8))
     already = f", {len(specs) - made} were there already" if made < len(specs) else ""
     print(f"{made} images made{already}: {args.out}\ngrid: {grid}")
+    if args.plot and traces:
+        from car_spec.plots import plot_trace
+
+        plot_trace(traces, args.out / "speculation.png")
+        print(f"plot: {args.out / 'speculation.png'}")
     if args.verbose and traces:
         print("\n".join(f"{name}: {value:g}" for name, value in summary(traces).items()))
 
@@ -241,10 +256,9 @@ def run_generate(args: argparse.Namespace) -> None:
 def run_bench(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
-    for package in ("rich", "matplotlib"):
-        if importlib.util.find_spec(package) is None:
-            raise ValueError(f"bench needs the package {package}: pip install 'car-spec[bench]'")
+    require("bench", "rich", "matplotlib")
     from car_spec import bench
+    from car_spec.plots import plot_pareto
 
     for name, least in (("batch_size", 1), ("repeats", 1), ("images", 0)):
         if getattr(args, name) < least:
@@ -277,7 +291,7 @@ def run_bench(args: argparse.Namespace) -> None:
     bench.write_json(runs, environment, args.out / "bench.json")
     print(f"figures: {args.out / 'bench.json'}")
     if args.images:
-        bench.plot_pareto(runs, args.out / "pareto.png")
+        plot_pareto(runs, args.out / "pareto.png")
         print(f"plot: {args.out / 'pareto.png'}")
 
 

@@ -222,6 +222,7 @@ class LosslessSampler:
         tokens = state.tokens.index_put((draft.a[stands], draft.position[stands]), verified.y_0[stands])
         start = torch.where(verified.complete, self.chain_steps - 1, self.chain_steps - 2 - verified.transitions)
         self.trace.record_round(state.image, n - state.n)
+        self.trace.record_lag(state.image[draft.a[stands]], draft.position[stands], draft.ahead[stands])
         z = self._next_conditions(state, tokens, n, conditions, where, verified.corrected)
         return _State(state.image, tokens, n, z, verified.replacement, start)
 

@@ -247,7 +247,7 @@ class MARPipeline:
         model, batch = self.model, len(generators)
         adapter, steps = self._problem(generators, settings)
         vectors, nulls = model.class_vectors(labels, batch), model.class_vectors(None, batch)  # (B, W)
-        trace = Trace(batch)
+        trace = Trace(batch, self.num_tokens)
         if settings["sampler"] == "lossless" and settings["temperature"] > 0:
             noise = Noise(generators, torch.arange(batch, device=self.device))
             own = LosslessSettings(**{name: settings[name] for name in LOSSLESS_SETTINGS})

@@ -16,11 +16,13 @@ class Trace:
     """Counts of one batch. A sequential call is one call of a network, however many rows go through it."""
 
     num_images: int
+    num_tokens: int = 0
     backbone_calls: int = 0
     backbone_rows: int = 0
     chain: ChainTrace = field(default_factory=ChainTrace)  # calls and rows of the head
     rounds: torch.Tensor = field(init=False)  # (B,)
     accepted_rows: list[list[int]] = field(init=False)  # an image: rows committed in each round
+    lag: torch.Tensor = field(init=False)  # (B, N) AR steps between a token and the exact condition when it was drafted
     largest_gap: float = 0.0  # rms gap of the last transition among accepted rows
     corrections: int = 0  # rows that took the target's own last mean
     fallbacks: int = 0
@@ -30,6 +32,7 @@ class Trace:
     def __post_init__(self):
         self.rounds = torch.zeros(self.num_images, dtype=torch.int64)
         self.accepted_rows = [[] for _ in range(self.num_images)]
+        self.lag = torch.zeros(self.num_images, self.num_tokens, dtype=torch.int64)
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
@@ -45,6 +48,10 @@ class Trace:
         for i, count in zip(image.tolist(), committed.tolist()):
             self.rounds[i] += 1
             self.accepted_rows[i].append(count)
+
+    def record_lag(self, image: torch.Tensor, position: torch.Tensor, ahead: torch.Tensor) -> None:
+        if self.num_tokens:
+            self.lag[image.cpu(), position.cpu()] = ahead.cpu()
 
     def record_verification(self, ahead: torch.Tensor, stands: torch.Tensor, gap: torch.Tensor, corrections: int, fallbacks: int) -> None:
         """S speculative rows: AR steps ahead of the exact condition, whether the row stands as drafted, rms gap of its last mean."""

@@ -49,9 +49,12 @@ def test_one_image_alone_has_the_pixels_of_the_whole_run(tiny_file, tmp_path, ca
 
 def test_a_recipe_sets_values_and_flags_override_it(tiny_file, tmp_path, capsys):
     recipe = tmp_path / "mine.yaml"
-    recipe.write_text(f"model: {tiny_file}\nclasses: [1, 2]\nnum_images: 2\nnum-iter: 3\nguidance_scale: 2.5\nseed: null\n")
+    recipe.write_text(
+        f"model: {tiny_file}\nclasses: [1, 2]\nnum_images: 2\nnum-iter: 3\nguidance_scale: 2.5\nseed: null\nverbose: true\nplot: false\n"
+    )
     args = parse(["generate", "--config", str(recipe), "--num-iter", "2"])
     assert (args.classes, args.num_images, args.num_iter, args.guidance_scale, args.seed) == (["1", "2"], 2, 2, 2.5, 0)
+    assert args.verbose and not args.plot
     assert run(capsys, "generate", "--config", recipe, "--out", tmp_path / "out", "--num-inference-steps", 2)[0] == 0
     settings = json.loads((tmp_path / "out" / "manifest.json").read_text())["settings"]
     assert settings["classes"] == [1, 2] and settings["num_iter"] == 3 and settings["guidance_scale"] == 2.5
@@ -125,10 +128,11 @@ def test_grids_magnify_small_images_and_keep_large_ones():
 
 
 def test_lossless_runs_from_the_command_line_and_says_what_it_did(tiny_file, tmp_path, capsys):
-    flags = ["--sampler", "lossless", "--lookahead", 3, "--window", 2, "--num-images", 4, "--batch-size", 2, "--verbose"]
+    flags = ["--sampler", "lossless", "--lookahead", 3, "--window", 2, "--num-images", 4, "--batch-size", 2, "--verbose", "--plot"]
     code, out, _ = run(capsys, *quick(tiny_file, tmp_path / "out", *flags))
     assert code == 0
     said = dict(line.split(": ") for line in out.splitlines()[2:])
+    assert (tmp_path / "out" / "speculation.png").read_bytes().startswith(b"\x89PNG") and said["plot"].endswith("speculation.png")
     assert said["images"] == "4" and said["fallbacks"] == "0"
     assert float(said["rounds an image"]) <= 2 and float(said["tokens a round"]) >= 8
     settings = json.loads((tmp_path / "out" / "manifest.json").read_text())["settings"]

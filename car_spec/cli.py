@@ -12,7 +12,7 @@ import torch
 
 import car_spec
 from car_spec.adapters.mar import GUIDANCE_SCHEDULES
-from car_spec.engine import LosslessSettings
+from car_spec.engine import DRAFTERS, LosslessSettings
 from car_spec.pipeline import SAMPLERS, MARPipeline, load_pipeline
 from car_spec.runs import ImageSpec, RunError, RunFolder, generate_images, image_spec, sha256_of
 from car_spec.trace import summary
@@ -30,6 +30,7 @@ SAMPLING = (
     "lookahead",
     "window",
     "final_tolerance",
+    "drafter",
 )
 
 
@@ -74,6 +75,8 @@ def build_parser() -> argparse.ArgumentParser:
         type=float,
         help=f"lossless: largest rms gap of a token's last, noiseless step (default: {LosslessSettings.final_tolerance})",
     )
+    how.add_argument("--drafter", choices=DRAFTERS, help="lossless: who drafts, the model itself or --draft (default: self)")
+    how.add_argument("--draft", help="a model of the same tokens for `--drafter model`, for instance demo-draft")
     where = generate.add_argument_group("where")
     where.add_argument("--out", type=Path, default=Path("outputs"), help="folder of the images (default: %(default)s)")
     where.add_argument("--batch-size", type=int, default=16, help="images at a time (default: %(default)s)")
@@ -211,6 +214,7 @@ def run_generate(args: argparse.Namespace) -> None:
         weights=args.weights,
         num_heads=args.num_heads,
         image_size=args.image_size,
+        draft=args.draft,
         device=device,
         dtype=DTYPES[args.dtype],
     )
@@ -223,6 +227,7 @@ def run_generate(args: argparse.Namespace) -> None:
         "model": pipeline.preset.name,
         "model_sha256": sha256_of(pipeline.source.model),
         "weights": pipeline.source.copy,
+        **({"draft_sha256": sha256_of(pipeline.draft.source.model)} if pipeline.draft and pipeline.draft.source else {}),
         "vae_sha256": sha256_of(pipeline.source.vae),
         "classes": classes,
         "seed": args.seed,

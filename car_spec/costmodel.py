@@ -151,7 +151,7 @@ def tune(
     pilot_size, trace = min(images, PILOT_IMAGES), Trace(min(images, PILOT_IMAGES))
     noise = Noise([torch.Generator().manual_seed(i) for i in range(pilot_size)], torch.arange(pilot_size, device=device))
     pilot_steps = [ARStep(step.positions[:pilot_size], step.guidance_scale) for step in steps]
-    pilot = replace(settings, lookahead=min(8, len(steps)), window=12)
+    pilot = replace(settings, lookahead=min(8, len(steps)), window=12, drafter="self")
     LosslessSampler(adapter, pilot_steps, class_vectors[:pilot_size], null_vectors[:pilot_size], noise, pilot, trace).sample()
     lags = sorted(trace.accepted_by_lag)
     acceptance = [trace.accepted_by_lag[lag][0] / trace.accepted_by_lag[lag][1] for lag in lags]

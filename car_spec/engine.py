@@ -19,26 +19,41 @@ from car_spec.sequential import guidance_halves
 from car_spec.trace import Trace
 from car_spec.verify import verify_block, verify_token_wise
 
+DRAFTERS = ("self", "model")
+
 
 @dataclass(frozen=True)
 class LosslessSettings:
     """lookahead: AR steps drafted before one verification. window: denoising steps drafted inside a row. final_tolerance: largest
     rms gap, a coordinate, between the drafted and the target's last mean; beyond it the target's own value is taken.
-    token_wise: stop at the first transition that fails, for comparison; block verification never accepts less.
+    token_wise: stop at the first transition that fails, for comparison; block verification never accepts less. drafter: `self`, the
+    model's own stale condition, or `model`, a smaller network.
     """
 
     lookahead: int = 8
     window: int = 12
     final_tolerance: float = 1e-3
     token_wise: bool = False
+    drafter: str = "self"
     max_rows: int = 4096  # rows of one head call in a verification; more are cut into chunks
 
     def __post_init__(self):
         for name in ("lookahead", "window", "max_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} is below 1")
+        if self.drafter not in DRAFTERS:
+            raise ValueError(f"drafter {self.drafter!r} is none of {', '.join(DRAFTERS)}")
         if not self.final_tolerance >= 0:
             raise ValueError(f"final_tolerance {self.final_tolerance} is not a number of at least 0")
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """Another network that drafts, AR step after AR step, in place of the target's own stale condition."""
+
+    adapter: MARAdapter
+    class_vectors: torch.Tensor  # (B, W) of the draft network
+    null_vectors: torch.Tensor  # (B, W)
 
 
 @dataclass
@@ -97,8 +112,12 @@ class LosslessSampler:
         noise: Noise,
         settings: LosslessSettings,
         trace: Trace,
+        draft: DraftModel | None = None,
     ):
         device = class_vectors.device
+        if (settings.drafter == "model") != (draft is not None):
+            raise ValueError(f"drafter {settings.drafter!r} {'needs a' if draft is None else 'takes no'} draft model")
+        self.draft_model = draft
         self.adapter, self.settings, self.trace = adapter, settings, trace
         self.vectors = guidance_halves(steps, class_vectors, null_vectors)  # (B, H, W)
         self.order = torch.cat([step.positions for step in steps], 1)  # (B, N): position of each row
@@ -143,19 +162,49 @@ class LosslessSampler:
         rows = torch.arange(len(self.group), device=ahead.device)
         a, row = ((rows >= state.n[:, None]) & (ahead < self.settings.lookahead)).nonzero().T
         position = self.order[state.image[a], row]
-        chain = self._chain(state.z[a, :, position], row)
+        ahead = ahead[a, row]
+        if self.draft_model is None:
+            return _Draft(a, row, position, ahead, self._sample(state, self._chain(state.z[a, :, position], row), a, row))
+        return _Draft(a, row, position, ahead, self._draft_by_model(state, self.draft_model, a, row, position, ahead))
+
+    def _sample(self, state: _State, chain: DiffusionChain, a: torch.Tensor, row: torch.Tensor) -> Path:
+        """The rows of a chain, each from its start or from where verification stopped inside it."""
         noise = self.noise.of(state.image[a])
         resumed = (row == state.n[a]) & (state.start[a] < self.chain_steps - 1)
         y = torch.where(resumed[:, None], state.resumed[a], noise.normal(self.adapter.token_dim))
         start = torch.where(resumed, state.start[a], self.chain_steps - 1)
+        window, token_wise = self.settings.window, self.settings.token_wise
         try:
             with self.trace.time("draft"):
-                path = autospeculate(
-                    chain, y, noise, start=start, window=self.settings.window, token_wise=self.settings.token_wise, trace=self.trace.chain
-                )
+                return autospeculate(chain, y, noise, start=start, window=window, token_wise=token_wise, trace=self.trace.chain)
         except NonFiniteError as error:
             raise NonFiniteError(state.image[a[error.rows]].unique()) from None
-        return _Draft(a, row, position, ahead[a, row], path)
+
+    def _draft_by_model(self, state: _State, draft: DraftModel, a, row, position, ahead) -> Path:
+        """The current AR step under the target's exact condition; each later one under the draft network's, given the drafts before."""
+        halves = [draft.class_vectors, draft.null_vectors][: self.vectors.shape[1]]
+        vectors = torch.stack(halves, 1)[state.image]  # (A, H, W)
+        tokens, path = state.tokens.clone(), None
+        for j in range(int(ahead.max()) + 1):
+            rows = (ahead == j).nonzero()[:, 0]
+            if j == 0:
+                chain = self._chain(state.z[a[rows], :, position[rows]], row[rows])
+            else:
+                unknown = (self.group >= self.group[state.n][:, None] + j).to(tokens)  # (A, N) by row
+                mask = torch.zeros_like(unknown).scatter_(1, self.order[state.image], unknown)
+                with self.trace.time("draft"):
+                    z = draft.adapter.conditions(tokens, mask, vectors)
+                self.trace.draft_calls += 1
+                scale = self.scale[row[rows]] if self.vectors.shape[1] == 2 else 1.0
+                chain = draft.adapter.chain(z[a[rows], :, position[rows]], scale)
+            part = self._sample(state, chain, a[rows], row[rows])
+            if path is None:
+                path = Path(*(values.new_zeros(len(row), *values.shape[1:]) for values in part))
+            for whole, values in zip(path, part):
+                whole[rows] = values
+            tokens[a[rows], position[rows]] = part.states[:, 0]
+        assert path is not None  # there is always a current AR step
+        return path
 
     def _chain(self, conditions: torch.Tensor, row: torch.Tensor) -> DiffusionChain:
         return self.adapter.chain(conditions, self.scale[row] if self.vectors.shape[1] == 2 else 1.0)

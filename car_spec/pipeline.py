@@ -12,7 +12,7 @@ import torch
 from car_spec.adapters.mar import GUIDANCE_SCHEDULES, ARStep, MARAdapter, remaining_after_each_step, unpatchify
 from car_spec.asd import NonFiniteError
 from car_spec.costmodel import tune
-from car_spec.engine import LosslessSampler, LosslessSettings
+from car_spec.engine import DraftModel, LosslessSampler, LosslessSettings
 from car_spec.models.presets import PRESETS, Preset
 from car_spec.noise import Noise
 from car_spec.sequential import noise_from_generators, sample_sequential
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 DEMO_FOLDER = Path(__file__).parent / "demo"
 DEMO_MODELS = {"demo": "mar.safetensors", "demo-draft": "mar-draft.safetensors"}
-LOSSLESS_SETTINGS = ("lookahead", "window", "final_tolerance", "token_wise")
+LOSSLESS_SETTINGS = ("lookahead", "window", "final_tolerance", "token_wise", "drafter")
 SAMPLERS = ("sequential", "lossless")
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
@@ -83,6 +83,7 @@ class MARPipeline:
         self.class_names = list(class_names) if class_names else None
         self.num_tokens, token_dim = model.config.num_tokens, model.config.token_dim
         channels = vae.config.latent_channels
+        self.draft: MARPipeline | None = None  # drafts where `drafter="model"`
         self.patch_size = math.isqrt(token_dim // channels)
         if self.patch_size == 0 or channels * self.patch_size**2 != token_dim:
             raise ValueError(f"--vae has {channels} latent channels, which do not fit the {token_dim} numbers a token of --model")
@@ -93,7 +94,27 @@ class MARPipeline:
         """Move the networks. dtype is that of the transformer and its head; the autoencoder stays in float32, as do densities."""
         self.model.to(device=device, dtype=dtype)
         self.vae.to(device=device)
+        if self.draft is not None:
+            self.draft.to(device, dtype)
         return self
+
+    def set_draft(self, draft: "MARPipeline") -> None:
+        """Let another model draft for `drafter="model"`. It must speak the same tokens; what differs is named with both values."""
+        pairs = {
+            "tokens": (self.num_tokens, draft.num_tokens),
+            "numbers a token": (self.model.config.token_dim, draft.model.config.token_dim),
+            "classes": (self.num_classes, draft.num_classes),
+            "as clip_sample_range": (self.clip_sample_range, draft.clip_sample_range),
+            "as latent scale": (self.vae.config.scaling_factor, draft.vae.config.scaling_factor),
+        }
+        for name, (ours, theirs) in pairs.items():
+            if ours != theirs:
+                raise ValueError(f"--draft {draft.preset.name} has {theirs} {name}, --model {self.preset.name} has {ours}")
+        if self.class_names != draft.class_names:
+            raise ValueError(
+                f"--draft {draft.preset.name} and --model {self.preset.name} name their {self.num_classes} classes differently"
+            )
+        self.draft = draft
 
     @property
     def device(self) -> torch.device:
@@ -144,6 +165,10 @@ class MARPipeline:
                 raise ValueError(f"window {own['window']} conflicts with lookahead 'auto', which chooses both")
             chosen = LosslessSettings(**({name: value for name, value in own.items() if value != "auto"}))
             settings |= {name: getattr(chosen, name) for name in LOSSLESS_SETTINGS}
+            if chosen.drafter == "model" and self.draft is None:
+                raise ValueError("drafter 'model' needs a draft model: load_pipeline(..., draft=...), or --draft")
+            if automatic and chosen.drafter == "model":
+                raise ValueError("lookahead 'auto' conflicts with drafter 'model': it measures the model's own drafts only")
             if automatic:
                 settings["lookahead"] = "auto"
         elif own:
@@ -163,7 +188,9 @@ class MARPipeline:
             adapter, steps, vectors, self.model.class_vectors(None, batch_size), LosslessSettings(**start), lambda: synchronise(self.device)
         )
         if best is None:
-            return {name: value for name, value in settings.items() if name not in LOSSLESS_SETTINGS} | {"sampler": "sequential"}
+            return {name: value for name, value in settings.items() if name not in (*LOSSLESS_SETTINGS, "drafter")} | {
+                "sampler": "sequential"
+            }
         return settings | {"lookahead": best.lookahead, "window": best.window}
 
     @torch.no_grad()
@@ -182,6 +209,7 @@ class MARPipeline:
         window: int | None = None,
         final_tolerance: float | None = None,
         token_wise: bool | None = None,
+        drafter: str | None = None,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         output_type: str = "pil",
         callback: Callable[[int, torch.Tensor], None] | None = None,
@@ -193,8 +221,8 @@ class MARPipeline:
         guidance_schedule: linear or constant over AR steps. temperature: multiplies the noise of every denoising step.
         sampler: sequential, or lossless: the same law in far fewer sequential calls; lookahead (AR steps), window (denoising steps),
         final_tolerance and token_wise are its settings (see `LosslessSettings`). lookahead `auto` measures this machine first and
-        picks lookahead and window, or sequential sampling where that is faster. At temperature 0 nothing is random and both are
-        the same.
+        picks lookahead and window, or sequential sampling where that is faster. drafter: `self`, the model's own stale condition,
+        or `model`, the network given to `load_pipeline` as draft. At temperature 0 nothing is random and both samplers are the same.
         generator: one for the whole batch, or one an image (then an image does not depend on the others). None seeds itself.
         output_type: pil, np, pt or latent. callback(i, tokens (B, N, D)) is called after AR step i of the sequential sampler.
         Whatever is None takes the model's preset. Raises ValueError for a setting out of range and NonFiniteImageError.
@@ -212,6 +240,7 @@ class MARPipeline:
             window=window,
             final_tolerance=final_tolerance,
             token_wise=token_wise,
+            drafter=drafter,
         )
         if class_labels is None:
             labels, batch = None, 1 if num_images is None else num_images
@@ -251,8 +280,13 @@ class MARPipeline:
         if settings["sampler"] == "lossless" and settings["temperature"] > 0:
             noise = Noise(generators, torch.arange(batch, device=self.device))
             own = LosslessSettings(**{name: settings[name] for name in LOSSLESS_SETTINGS})
+            draft = None
+            if own.drafter == "model" and self.draft is not None:
+                network = self.draft.model
+                draft_adapter, _ = self.draft._problem([], settings)
+                draft = DraftModel(draft_adapter, network.class_vectors(labels, batch), network.class_vectors(None, batch))
             try:
-                tokens = LosslessSampler(adapter, steps, vectors, nulls, noise, own, trace).sample()
+                tokens = LosslessSampler(adapter, steps, vectors, nulls, noise, own, trace, draft).sample()
             except NonFiniteError as error:
                 raise NonFiniteImageError(error.rows.tolist()) from None
         else:
@@ -263,14 +297,15 @@ class MARPipeline:
 
     def _problem(self, generators: list[torch.Generator], settings: dict) -> tuple[MARAdapter, list[ARStep]]:
         """The adapter of a run, and the AR steps of a batch with an order drawn for each image."""
-        orders = torch.stack([torch.randperm(self.num_tokens, generator=g) for g in generators]).to(self.device)  # (B, N)
+        orders = [torch.randperm(self.num_tokens, generator=g) for g in generators]
         adapter = MARAdapter(
             self.model,
             num_inference_steps=settings["num_inference_steps"],
             temperature=settings["temperature"],
             clip_sample_range=self.clip_sample_range,
         )
-        return adapter, adapter.ar_steps(orders, settings["num_iter"], settings["guidance_scale"], settings["guidance_schedule"])
+        stacked = torch.stack(orders).to(self.device) if orders else torch.zeros(0, self.num_tokens, dtype=torch.int64, device=self.device)
+        return adapter, adapter.ar_steps(stacked, settings["num_iter"], settings["guidance_scale"], settings["guidance_schedule"])
 
     @staticmethod
     def _check_finite(values: torch.Tensor) -> None:
@@ -316,6 +351,7 @@ def load_pipeline(
     weights: str | None = None,
     num_heads: int | None = None,
     image_size: int | None = None,
+    draft: str | Path | None = None,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> MARPipeline:
@@ -325,7 +361,8 @@ def load_pipeline(
     vae: the same for the autoencoder (`kl16.ckpt`, or a folder saved by diffusers). None looks for `vae` and `kl16.ckpt`
     beside the model, and in the two folders above it. weights: `model_ema` (taken when None, where there is one) or `model`.
     num_heads: only for sizes without a preset. image_size: refused where it is not the model's, before any weight is
-    copied. dtype: of the transformer and its head. Raises CheckpointError (a ValueError) in one sentence.
+    copied. draft: a model of the same tokens that may draft (`drafter="model"`). dtype: of the transformers and their heads.
+    Raises CheckpointError (a ValueError) in one sentence.
     """
     from car_spec.models.loading import find_file, load_mar, read_checkpoint, resolve
     from car_spec.models.vae import load_vae
@@ -346,6 +383,8 @@ def load_pipeline(
     )
     if image_size not in (None, pipeline.image_size):
         raise ValueError(f"--image-size {image_size}: {pipeline.preset.name} makes {pipeline.image_size} only")
+    if draft is not None:
+        pipeline.set_draft(load_pipeline(draft, vae=vae_path, num_heads=num_heads))
     return pipeline.to(device, dtype)
 
 

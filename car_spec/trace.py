@@ -19,6 +19,7 @@ class Trace:
     num_tokens: int = 0
     backbone_calls: int = 0
     backbone_rows: int = 0
+    draft_calls: int = 0  # backbone calls of a draft network
     chain: ChainTrace = field(default_factory=ChainTrace)  # calls and rows of the head
     rounds: torch.Tensor = field(init=False)  # (B,)
     accepted_rows: list[list[int]] = field(init=False)  # an image: rows committed in each round
@@ -65,7 +66,7 @@ class Trace:
 
     @property
     def sequential_calls(self) -> int:
-        return self.backbone_calls + self.chain.calls
+        return self.backbone_calls + self.draft_calls + self.chain.calls
 
 
 def summary(traces: Sequence[Trace]) -> dict[str, float]:
@@ -77,6 +78,7 @@ def summary(traces: Sequence[Trace]) -> dict[str, float]:
         "images": images,
         "sequential calls a batch": sum(trace.sequential_calls for trace in traces) / batches,
         "backbone calls a batch": sum(trace.backbone_calls for trace in traces) / batches,
+        "draft backbone calls a batch": sum(trace.draft_calls for trace in traces) / batches,
         "head calls a batch": sum(trace.chain.calls for trace in traces) / batches,
         "backbone rows an image": sum(trace.backbone_rows for trace in traces) / images,
         "head rows an image": sum(trace.chain.rows for trace in traces) / images,

@@ -172,3 +172,14 @@ def test_a_nan_in_lossless_sampling_names_its_image(tiny_pipeline):
     with pytest.raises(NonFiniteImageError) as caught:
         tiny_pipeline([1, 3, 2], sampler="lossless", generator=torch.Generator().manual_seed(0))
     assert caught.value.indices == [1]
+
+
+def test_a_draft_model_drafts_and_a_foreign_one_is_refused(tiny_file, tiny_mar, tmp_path, capsys):
+    flags = ["--sampler", "lossless", "--drafter", "model", "--num-images", 2]
+    assert run(capsys, *quick(tiny_file, tmp_path / "out", *flags, "--draft", tiny_file))[0] == 0
+    settings = json.loads((tmp_path / "out" / "manifest.json").read_text())["settings"]
+    assert settings["drafter"] == "model" and settings["draft_sha256"] == settings["model_sha256"]
+    assert "drafter 'model' needs a draft model" in run(capsys, *quick(tiny_file, tmp_path / "no", *flags))[2]
+    torch.save(tiny_mar.state_dict() | {"class_emb.weight": torch.zeros(7, 32)}, tmp_path / "seven.pth")
+    code, _, err = run(capsys, *quick(tiny_file, tmp_path / "no", *flags, "--draft", tmp_path / "seven.pth", "--num-heads", 4))
+    assert code == 2 and "--draft seven has 7 classes, --model tiny has 10" in err

@@ -7,7 +7,7 @@ import torch
 from two_sample import largest_z, shared_noise, smallest_p
 
 from car_spec.adapters.mar import MARAdapter
-from car_spec.engine import LosslessSampler, LosslessSettings
+from car_spec.engine import DraftModel, LosslessSampler, LosslessSettings
 from car_spec.eval.distances import energy_test
 from car_spec.noise import Noise
 from car_spec.sequential import sample_sequential
@@ -33,10 +33,10 @@ def problem(model, images, num_iter, guidance_scale, orders=None):
     return adapter, steps, model.class_vectors(labels, images), model.class_vectors(None, images)
 
 
-def lossless(model, images, num_iter, guidance_scale, noise, orders=None, sampler=LosslessSampler, **settings):
+def lossless(model, images, num_iter, guidance_scale, noise, orders=None, sampler=LosslessSampler, draft=None, **settings):
     trace = Trace(images)
     settings = LosslessSettings(**({"lookahead": 4, "window": 3} | settings))
-    tokens = sampler(*problem(model, images, num_iter, guidance_scale, orders), noise, settings, trace).sample()
+    tokens = sampler(*problem(model, images, num_iter, guidance_scale, orders), noise, settings, trace, draft).sample()
     return tokens, trace
 
 
@@ -65,6 +65,32 @@ def test_images_have_the_sequential_law(golden_mar, references, case, token_wise
     assert energy_test(tokens[:400].flatten(1), references[case][:400].flatten(1)) > 0.01
     assert trace.fallbacks == trace.chain.fallbacks == 0
     assert trace.rounds.double().mean() < 0.95 * case[0]  # it did speculate
+
+
+def draft_model(model, images, guidance_scale):
+    """A relative of the target: the same network, slightly off everywhere."""
+    other = copy.deepcopy(model)
+    for i, parameter in enumerate(other.parameters()):
+        parameter.data += 0.0003 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
+    adapter, _, vectors, nulls = problem(other, images, 5, guidance_scale)
+    return DraftModel(adapter, vectors, nulls)
+
+
+def test_a_draft_model_leaves_the_law_alone(golden_mar, references):
+    case = (5, 2.5)
+    tokens, trace = lossless(
+        golden_mar, IMAGES, *case, shared_noise(IMAGES, 2), drafter="model", draft=draft_model(golden_mar, IMAGES, 2.5)
+    )
+    assert smallest_p(tokens, references[case]) > 0.01
+    assert largest_z(tokens, references[case]) < 5
+    assert trace.draft_calls > 0 and trace.rounds.double().mean() < 0.95 * case[0]
+
+
+def test_drafter_and_draft_model_go_together(golden_mar):
+    with pytest.raises(ValueError, match="drafter 'model' needs a draft model"):
+        lossless(golden_mar, 1, 5, 1.0, shared_noise(1, 0), drafter="model")
+    with pytest.raises(ValueError, match="drafter 'self' takes no draft model"):
+        lossless(golden_mar, 1, 5, 1.0, shared_noise(1, 0), draft=draft_model(golden_mar, 1, 1.0))
 
 
 class CommitsTooMuch(LosslessSampler):

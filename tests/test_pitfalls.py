@@ -388,7 +388,7 @@ def test_p31_the_manifest_names_everything_that_can_change_a_pixel(tiny_file, tm
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     settings = {"sampler", "model", "model_sha256", "weights", "vae_sha256", "classes", "seed", "dtype", "num_iter"}
     lossless = json.loads((tmp_path / "lossless" / "manifest.json").read_text())["settings"]
-    assert set(lossless) - set(manifest["settings"]) == {"lookahead", "window", "final_tolerance", "token_wise"}
+    assert set(lossless) - set(manifest["settings"]) == {"lookahead", "window", "final_tolerance", "token_wise", "drafter"}
     assert settings | {"num_inference_steps", "guidance_scale", "guidance_schedule", "temperature"} == set(manifest["settings"])
     assert manifest["settings"]["weights"] == "flat" and manifest["settings"]["sampler"] == "sequential"
     assert [image["label"] for image in manifest["images"]] == [2, 5, 2]

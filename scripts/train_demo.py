@@ -36,12 +36,12 @@ MAR_SIZES = dict(
     target=dict(width=160, encoder_depth=4, decoder_depth=4, num_heads=5, head_width=192, head_depth=3),
     draft=dict(width=80, encoder_depth=2, decoder_depth=3, num_heads=4, head_width=96, head_depth=2),
 )
-DEMO_PRESET = dict(num_iter=64, num_inference_steps=100, guidance_scale=2.0, guidance_schedule="constant")
+DEMO_PRESET = dict(num_iter=64, num_inference_steps=100, guidance_scale=3.0, guidance_schedule="constant")
 CLIP_SAMPLE_RANGE = 4.0  # in latent standard deviations
 # All 99 subcategories are too many for this size and training time; these keep about half of the emoji.
 DEMO_CATEGORIES = ("Smileys & Emotion", "Animals & Nature", "Food & Drink", "Flags")
 DEMO_SUBCATEGORIES = ("person", "person-role", "geometric")
-GRID_CLASSES = ("face-smiling", "heart", "animal-mammal", "food-fruit", "country-flag", "cat-face", "geometric", "person-role")
+GRID_CLASSES = ("face-smiling", "heart", "animal-mammal", "food-fruit", "country-flag", "cat-face", "face-affection", "person-role")
 KL_WEIGHT = 1e-3  # leaves a posterior std of about a tenth of the latents' own, so that the decoder forgives small errors
 
 
@@ -307,6 +307,12 @@ def export(args):
         count = sum(value.numel() for value in weights.values())
         print(f"{name}: {count / 1e6:.2f} M parameters, {state['step']} steps, {state['seconds'] / 60:.0f} minutes")
     AutoencoderKL.from_pretrained(args.out / "vae" / "ema").save_pretrained(args.package / "vae")
+    config = args.package / "vae" / "config.json"
+    values = json.loads(config.read_text())
+    values.pop("_name_or_path", None)  # a path of the machine it was trained on
+    config.write_text(json.dumps(values, indent=2) + "\n")
+    for path in args.package.rglob("*.safetensors"):
+        path.chmod(0o644)
 
 
 def main():

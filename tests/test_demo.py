@@ -1,0 +1,104 @@
+"""The shipped weights: they load as any checkpoint does, are small, and make images of their classes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+import car_spec
+from car_spec import load_pipeline
+from car_spec.models.loading import load_mar, read_checkpoint
+
+FOLDER = Path(car_spec.__file__).parent / "demo"
+
+
+def test_the_shipped_files_are_small_and_name_no_machine():
+    files = [path for path in FOLDER.rglob("*") if path.is_file()]
+    assert {"mar.safetensors", "mar-draft.safetensors", "README.md", "samples.png"} <= {path.name for path in files}
+    assert sum(path.stat().st_size for path in files) < 25e6
+    for path in files:
+        if path.suffix in (".json", ".md"):
+            assert "/tmp" not in path.read_text() and "/work" not in path.read_text()
+
+
+def test_target_and_draft_have_the_promised_sizes(demo):
+    draft = load_pipeline("demo-draft")
+    count = lambda pipeline: sum(parameter.numel() for parameter in pipeline.model.parameters())
+    assert 3e6 <= count(demo) <= 6e6 and count(draft) <= count(demo) / 5
+    assert demo.image_size == draft.image_size == 32 and demo.num_tokens == 64
+    assert demo.vae.config.latent_channels <= 16
+    assert demo.class_names == draft.class_names and len(demo.class_names) == demo.num_classes == 37
+    assert demo.preset.num_inference_steps == 100 and demo.clip_sample_range == 4.0
+
+
+def test_shipped_files_load_through_the_loader_of_released_ones():
+    checkpoint = read_checkpoint(FOLDER / "mar.safetensors")
+    assert checkpoint.copy == "model_ema"
+    assert load_mar(checkpoint, head_depth=3, width=160).config.num_heads == 5
+
+
+@pytest.fixture(scope="module")
+def emoji(demo):
+    """Hearts and country flags, few steps: enough for shape and colour."""
+    labels = ["heart"] * 8 + ["country-flag"] * 8 + ["face-smiling"] * 8
+    generators = [torch.Generator().manual_seed(i) for i in range(len(labels))]
+    return demo(labels, num_iter=16, num_inference_steps=50, generator=generators, output_type="pt").images
+
+
+def test_images_are_emoji_on_a_white_ground(emoji):
+    assert emoji.shape == (24, 3, 32, 32) and emoji.min() >= 0 and emoji.max() <= 1
+    corners = emoji[:, :, [0, 0, -1, -1], [0, -1, 0, -1]]
+    assert corners.mean() > 0.9
+    inside = emoji[:, :, 8:24, 8:24]
+    assert inside.mean(1).lt(0.9).float().mean() > 0.6
+
+
+def test_classes_show_in_the_images(emoji):
+    _, _, faces = emoji.split(8)
+    middle = faces[:, :, 6:26, 6:26].mean((0, 2, 3))
+    assert middle[0] > 0.75 and middle[1] > 0.55 and middle[2] < 0.5  # yellow
+    height = lambda images: images.mean(1).lt(0.9).any(2).float().sum(1).mean()  # rows that are not blank
+    assert height(emoji[8:16]) < height(faces)  # flags are lower than faces
+
+
+def test_guidance_and_labels_change_the_image(demo):
+    run = lambda label, scale: (
+        demo(
+            [label], num_iter=8, num_inference_steps=20, guidance_scale=scale, generator=torch.Generator().manual_seed(1), output_type="pt"
+        ).images
+    )
+    assert F.mse_loss(run("heart", 1.0), run("heart", 4.0)) > 1e-4
+    assert F.mse_loss(run("heart", 3.0), run("country-flag", 3.0)) > 1e-3
+
+
+def test_the_readme_call_gives_pil_images(demo):
+    images = demo(
+        class_labels=["heart", 3],
+        guidance_scale=2.0,
+        num_inference_steps=20,
+        num_iter=8,
+        generator=torch.Generator().manual_seed(0),
+        output_type="pil",
+    ).images
+    assert [type(image) for image in images] == [Image.Image] * 2 and images[0].size == (32, 32)
+
+
+def test_class_names_are_found_by_a_unique_part_and_ambiguous_ones_are_listed(demo):
+    assert demo.class_ids(["heart", "drink", 3]) == [
+        demo.class_names.index("heart"),
+        demo.class_names.index("drink"),
+        3,
+    ]
+    assert demo.class_ids(["smiling"]) == [demo.class_names.index("face-smiling")]
+    with pytest.raises(ValueError, match=r"class 'face' is no class name of this model; did you mean face-smiling"):
+        demo.class_ids(["face"])
+
+
+def test_the_lossless_sampler_makes_the_demos_images_in_a_fraction_of_the_calls(demo):
+    kwargs = dict(class_labels=["heart"], guidance_scale=1.0, output_type="pt")
+    output = demo(**kwargs, sampler="lossless", generator=torch.Generator().manual_seed(0))
+    assert output.images.isfinite().all()
+    assert output.trace.sequential_calls < 64 * 101 / 8
+    assert output.trace.fallbacks == output.trace.chain.fallbacks == 0 and output.trace.largest_gap <= 1e-3

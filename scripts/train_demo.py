@@ -180,7 +180,7 @@ def train_vae(args):
         spread = f"latent std {posterior.mean.std():.3f}, posterior std {posterior.std.mean():.3f}"
         return f"held-out PSNR {psnr:.2f} dB, L1 {l1:.4f}, KL {kl:.3f}, {spread}"
 
-    model = fit(model, loss_fn, evaluate, args.out / "vae", steps=args.steps or 7000, lr=1e-3, weight_decay=0.0, ema_decay=0.999)
+    model = fit(model, loss_fn, evaluate, args.out / "vae", steps=args.steps or 5500, lr=1e-3, weight_decay=0.0, ema_decay=0.999)
     model.save_pretrained(args.out / "vae" / "ema")
 
 
@@ -270,14 +270,14 @@ def train_mar(args):
         evaluations[0] += 1
         return f"held-out loss {held_out_loss(model):.4f}"
 
-    steps = args.steps or {"target": 9000, "draft": 5000}[args.stage]
+    steps = args.steps or {"target": 9000, "draft": 3300}[args.stage]
     fit(
         model,
         loss_fn,
         evaluate,
         out,
         steps=steps,
-        lr=args.lr or 1e-3,
+        lr=args.lr or {"target": 1e-3, "draft": 2e-3}[args.stage],
         weight_decay=0.02,
         ema_decay=0.9995,
         checkpoint_seconds=240,

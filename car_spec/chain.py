@@ -70,6 +70,7 @@ class HoistedHead:
         )
         self._scalars = columns.tolist()  # for calls at a single step
         self._columns = columns.float().to(weight.device)  # (K, 6)
+        self.decay = self._columns[:, 3]  # (K,): how much of the state the mean keeps
 
     @staticmethod
     def _fold(norm: nn.LayerNorm | None, linear: nn.Linear) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,7 +132,7 @@ class DiffusionChain:
         if temperature < 0:
             raise ValueError(f"temperature {temperature} is negative")
         self.head, self.num_rows, self.num_steps = head, len(condition), head.num_steps
-        self.decay = head._columns[:, 3]
+        self.decay = head.decay
         self.guided = unconditional is not None
         self.scale = guidance_scale[:, None] if isinstance(guidance_scale, torch.Tensor) else guidance_scale
         self.log_temperature = math.log(temperature) if temperature > 0 else -math.inf

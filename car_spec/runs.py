@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 GRID = "grid.png"
+GRID_IMAGES = 64  # at most; a picture of 50,000 would not fit into memory
 
 
 class RunError(ValueError):
@@ -120,9 +121,10 @@ class RunFolder:
         write_atomically(self.path / spec.file, png_bytes(image))
 
     def write_grid(self, specs: Sequence[ImageSpec], columns: int) -> Path:
+        """The first images of a run in one picture."""
         from PIL import Image
 
-        grid = image_grid([Image.open(self.path / spec.file) for spec in specs], columns)
+        grid = image_grid([Image.open(self.path / spec.file) for spec in specs[:GRID_IMAGES]], columns)
         write_atomically(self.path / GRID, png_bytes(grid))
         return self.path / GRID
 

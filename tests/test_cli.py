@@ -8,7 +8,7 @@ from PIL import Image
 
 from car_spec.cli import RECIPES, main, parse, parse_ids
 from car_spec.pipeline import NonFiniteImageError
-from car_spec.runs import image_grid
+from car_spec.runs import RunFolder, image_grid, image_spec
 
 
 def run(capsys, *flags):
@@ -183,3 +183,11 @@ def test_a_draft_model_drafts_and_a_foreign_one_is_refused(tiny_file, tiny_mar, 
     torch.save(tiny_mar.state_dict() | {"class_emb.weight": torch.zeros(7, 32)}, tmp_path / "seven.pth")
     code, _, err = run(capsys, *quick(tiny_file, tmp_path / "no", *flags, "--draft", tmp_path / "seven.pth", "--num-heads", 4))
     assert code == 2 and "--draft seven has 7 classes, --model tiny has 10" in err
+
+
+def test_the_grid_of_a_long_run_shows_its_first_images_only(tmp_path, monkeypatch):
+    monkeypatch.setattr("car_spec.runs.GRID_IMAGES", 4)
+    folder, specs = RunFolder(tmp_path, {}), [image_spec(i, [0], 0) for i in range(10)]
+    for spec in specs:
+        folder.write_image(spec, Image.new("RGB", (64, 64)))
+    assert Image.open(folder.write_grid(specs, columns=2)).size == (130, 130)

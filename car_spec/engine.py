@@ -155,6 +155,10 @@ class LosslessSampler:
         self.trace.count_backbone(image, self.vectors.shape[1])
         return z
 
+    def _mask(self, image: torch.Tensor, unknown: torch.Tensor) -> torch.Tensor:
+        """unknown (P, N) by row of the images (P,) -> the same by raster position."""
+        return torch.zeros_like(unknown).scatter_(1, self.order[image], unknown)
+
     def _draft(self, state: _State) -> _Draft:
         """Sample the rows of the next `lookahead` AR steps under the condition at hand, every transition on record."""
         first = self.group[state.n]  # (A,)
@@ -191,9 +195,8 @@ class LosslessSampler:
                 chain = self._chain(state.z[a[rows], :, position[rows]], row[rows])
             else:
                 unknown = (self.group >= self.group[state.n][:, None] + j).to(tokens)  # (A, N) by row
-                mask = torch.zeros_like(unknown).scatter_(1, self.order[state.image], unknown)
                 with self.trace.time("draft"):
-                    z = draft.adapter.conditions(tokens, mask, vectors)
+                    z = draft.adapter.conditions(tokens, self._mask(state.image, unknown), vectors)
                 self.trace.draft_calls += 1
                 scale = self.scale[row[rows]] if self.vectors.shape[1] == 2 else 1.0
                 chain = draft.adapter.chain(z[a[rows], :, position[rows]], scale)
@@ -219,8 +222,7 @@ class LosslessSampler:
         if not len(a):
             return state.z[:0], index
         unknown = (self.group >= (first[a] + j)[:, None]).to(drafted)  # (P, N) by row
-        mask = torch.zeros_like(unknown).scatter_(1, self.order[state.image[a]], unknown)
-        return self._conditions(state.image[a], drafted[a], mask), index
+        return self._conditions(state.image[a], drafted[a], self._mask(state.image[a], unknown)), index
 
     def _verify(self, state: _State, draft: _Draft, conditions: torch.Tensor, where: torch.Tensor) -> _Verified:
         """Judge the speculative rows of every image as one sequence of transitions, in the order they are generated."""
@@ -286,8 +288,7 @@ class LosslessSampler:
         if stale.any():
             a = stale.nonzero()[:, 0]
             unknown = (torch.arange(len(self.group), device=n.device) >= n[a, None]).to(tokens)
-            mask = torch.zeros_like(unknown).scatter_(1, self.order[state.image[a]], unknown)
-            z[a] = self._conditions(state.image[a], tokens[a], mask)
+            z[a] = self._conditions(state.image[a], tokens[a], self._mask(state.image[a], unknown))
         return z
 
     def _laws(self, chain: DiffusionChain, states: torch.Tensor) -> Gaussian:

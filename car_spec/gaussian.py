@@ -1,7 +1,7 @@
 """One transition of a chain: a diagonal Gaussian, kept as mean and log of the standard deviation."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +13,10 @@ class Gaussian(NamedTuple):
 
     mean: torch.Tensor  # (..., D)
     log_std: torch.Tensor  # (..., D)
+
+    def at(self, index: Any) -> "Gaussian":
+        """The laws at an index of the leading axes, as tensors are indexed."""
+        return Gaussian(self.mean[index], self.log_std[index])
 
     def sample(self, noise: torch.Tensor) -> torch.Tensor:
         """mean + std * noise, with standard normal noise of the mean's shape."""

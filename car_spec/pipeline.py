@@ -188,9 +188,7 @@ class MARPipeline:
             adapter, steps, vectors, self.model.class_vectors(None, batch_size), LosslessSettings(**start), lambda: synchronise(self.device)
         )
         if best is None:
-            return {name: value for name, value in settings.items() if name not in (*LOSSLESS_SETTINGS, "drafter")} | {
-                "sampler": "sequential"
-            }
+            return {name: value for name, value in settings.items() if name not in LOSSLESS_SETTINGS} | {"sampler": "sequential"}
         return settings | {"lookahead": best.lookahead, "window": best.window}
 
     @torch.no_grad()
@@ -244,8 +242,7 @@ class MARPipeline:
         )
         if class_labels is None:
             labels, batch = None, 1 if num_images is None else num_images
-            if settings["guidance_scale"] != 1:
-                settings["guidance_scale"] = 1.0  # both halves would be the same
+            settings["guidance_scale"] = 1.0  # both halves would be the same
         else:
             listed = [class_labels] if isinstance(class_labels, int | str) else list(class_labels)
             labels, batch = torch.tensor(self.class_ids(listed), dtype=torch.int64, device=self.device), len(listed)

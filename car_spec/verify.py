@@ -57,7 +57,7 @@ def _pick(law: Gaussian, index: torch.Tensor) -> Gaussian:
     """Laws (B, G, D) at one transition a sequence (B,) -> (B, D); an index of G gives the last, which is then not used."""
     rows = torch.arange(len(index), device=index.device)
     index = index.clamp_max(law.mean.shape[1] - 1)
-    return Gaussian(law.mean[rows, index], law.log_std[rows, index])
+    return law.at((rows, index))
 
 
 def verify_token_wise(log_ratios: torch.Tensor, lengths: torch.Tensor, target: Gaussian, draft: Gaussian, noise: Noise) -> Verdict:
@@ -74,7 +74,7 @@ def draw_residual(
 ) -> tuple[torch.Tensor, int]:
     """r_alpha by rejection for the sequences (B,) in the mask `wanted` -> (B, D) and the number of fallbacks."""
     index = wanted.nonzero()[:, 0]
-    race = _race(_take(target, index), _take(draft, index), log_alpha[index], index, torch.zeros_like(index), noise, lose=False)
+    race = _race(target.at(index), draft.at(index), log_alpha[index], index, torch.zeros_like(index), noise, lose=False)
     out = torch.zeros_like(target.mean)
     out[index] = race.draw
     return out, race.fallbacks
@@ -98,8 +98,8 @@ def verify_block(log_ratios: torch.Tensor, lengths: torch.Tensor, target: Gaussi
     entered = inside & (steps >= certain[:, None]) & ~everything[:, None]
     sequence, transition = entered.nonzero().T  # pairs in the order of sequences
     race = _race(
-        Gaussian(target.mean[sequence, transition], target.log_std[sequence, transition]),
-        Gaussian(draft.mean[sequence, transition], draft.log_std[sequence, transition]),
+        target.at((sequence, transition)),
+        draft.at((sequence, transition)),
         log_p[sequence, transition],
         sequence,
         transition,
@@ -117,10 +117,6 @@ class _Race(NamedTuple):
     won: torch.Tensor  # (P,) bool
     draw: torch.Tensor  # (P, D) the winning draw
     fallbacks: int
-
-
-def _take(law: Gaussian, index: torch.Tensor) -> Gaussian:
-    return Gaussian(law.mean[index], law.log_std[index])
 
 
 def _race(
@@ -145,11 +141,9 @@ def _race(
     while len(active):
         drawn = noise.of(sequence[active])
         normal, uniform = drawn.normal(tries, target.mean.shape[-1]), drawn.uniform(tries, 2)  # (P, T, D), (P, T, 2)
-        law, other = _take(target, active), _take(draft, active)
-        y = law.mean[:, None] + law.log_std.exp()[:, None] * normal
-        chance = win_probability(
-            Gaussian(law.mean[:, None], law.log_std[:, None]), Gaussian(other.mean[:, None], other.log_std[:, None]), log_p[active, None], y
-        )
+        law, other = target.at((active, None)), draft.at((active, None))  # (P, 1, D)
+        y = law.sample(normal)  # (P, T, D)
+        chance = win_probability(law, other, log_p[active, None], y)  # (P, T)
         loses = uniform[..., 0] < lose_probability[active, None]
         wins = ~loses & (uniform[..., 1] < chance)
         ended = (loses | wins).any(1)
@@ -160,13 +154,12 @@ def _race(
         draw[active[winning]] = y[rows, first][winning]
         best.scatter_reduce_(0, sequence[active[winning]], transition[active[winning]], "amax")
         done += tries
-        if done >= MAX_TRIES:  # such a pair's residual is empty to within rounding: its laws agree
-            left = active[~ended & (transition[active] > best[sequence[active]])]
-            fallbacks += len(left)
-            won[left] = True
-            draw[left] = _take(target, left).sample(noise.of(sequence[left]).normal(draw.shape[-1]))
-            break
         active = active[~ended & (transition[active] > best[sequence[active]])]
+        if done >= MAX_TRIES:  # the residual of what is left is empty to within rounding: its laws agree
+            fallbacks = len(active)
+            won[active] = True
+            draw[active] = target.at(active).sample(noise.of(sequence[active]).normal(draw.shape[-1]))
+            break
         tries = min(2 * tries, 256)
     return _Race(won, draw, fallbacks)
 

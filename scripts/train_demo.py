@@ -128,22 +128,11 @@ def fit(model, loss_fn, evaluate, out, *, steps, lr, weight_decay, ema_decay, ch
     return ema.module.eval()
 
 
-def save_grid(images, path, columns):
-    """images (N, 3, H, W) in [-1, 1] -> one PNG, magnified twice."""
-    from PIL import Image
-
-    n, _, h, w = images.shape
-    rows = math.ceil(n / columns)
-    canvas = np.full((rows * h, columns * w, 3), 255, np.uint8)
-    pixels = ((images.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
-    for i, picture in enumerate(pixels):
-        y, x = i // columns * h, i % columns * w
-        canvas[y : y + h, x : x + w] = picture
-    Image.fromarray(canvas).resize((columns * w * 2, rows * h * 2), Image.NEAREST).save(path)
-
-
 def train_vae(args):
     from diffusers import AutoencoderKL
+
+    from car_spec.pipeline import to_pixels
+    from car_spec.runs import image_grid
 
     torch.manual_seed(0)
     images, _ = load_images(args.data, split=0)
@@ -176,7 +165,9 @@ def train_vae(args):
         decoded, l1, kl = losses(model, x, step_generator(0))
         posterior = model.encode(x).latent_dist
         psnr = 10 * torch.log10(4 / (decoded.clamp(-1, 1) - x).square().mean())
-        save_grid(torch.stack([x[:256:8], decoded[:256:8]], 1).flatten(0, 1), args.out / "vae" / "reconstructions.png", 16)
+        pairs = torch.stack([x[:256:8], decoded[:256:8]], 1).flatten(0, 1)  # an image, then its reconstruction
+        pictures = to_pixels((0.5 * pairs + 0.5).clamp(0, 1), "pil")
+        image_grid(pictures, columns=16).save(args.out / "vae" / "reconstructions.png")
         spread = f"latent std {posterior.mean.std():.3f}, posterior std {posterior.std.mean():.3f}"
         return f"held-out PSNR {psnr:.2f} dB, L1 {l1:.4f}, KL {kl:.3f}, {spread}"
 
@@ -210,9 +201,11 @@ def balanced_weights(arrays):
 def train_mar(args):
     from diffusers import AutoencoderKL
 
-    from car_spec.adapters.mar import MARAdapter, patchify, unpatchify
+    from car_spec.adapters.mar import patchify
     from car_spec.models.mar import MAR, MARConfig
-    from car_spec.sequential import noise_from_generators, sample_sequential
+    from car_spec.models.presets import Preset
+    from car_spec.pipeline import MARPipeline
+    from car_spec.runs import image_grid
 
     torch.manual_seed(0)
     out = args.out / args.stage
@@ -250,23 +243,19 @@ def train_mar(args):
         g, tokens = step_generator(0), patchify(scale * held_mean, 1)
         return np.mean([model(tokens, held_labels, g, label_drop=0.0, repeats=2).item() for _ in range(4)])
 
-    @torch.no_grad()
-    def samples(model, classes, guidance_scale=2.0):
-        adapter = MARAdapter(model, clip_sample_range=CLIP_SAMPLE_RANGE)
+    preset = Preset(name=args.stage, num_heads=config.num_heads, **DEMO_PRESET)
+
+    def samples(model, classes):
+        pipeline = MARPipeline(model, vae, preset, clip_sample_range=CLIP_SAMPLE_RANGE)
         generators = [torch.Generator().manual_seed(i) for i in range(len(classes))]
-        orders = torch.stack([torch.randperm(64, generator=g) for g in generators])
-        steps = adapter.ar_steps(orders, 32, guidance_scale, "constant")
-        noise = noise_from_generators(generators, 100, config.token_dim, orders.device)
-        vectors = model.class_vectors(torch.tensor(classes), len(classes))
-        tokens = sample_sequential(adapter, steps, vectors, model.class_vectors(None, len(classes)), noise)
-        return vae.decode(unpatchify(tokens, 1) / scale).sample
+        return pipeline(classes, num_iter=32, guidance_scale=2.0, generator=generators).images
 
     evaluations = [0]
 
     def evaluate(model, step):
         if evaluations[0] % 4 == 0 or step == steps:
             shown = [names.index(n) for n in GRID_CLASSES]
-            save_grid(samples(model, [c for c in shown for _ in range(4)]), out / f"samples-{step:06d}.png", 8)
+            image_grid(samples(model, [c for c in shown for _ in range(4)]), columns=8).save(out / f"samples-{step:06d}.png")
         evaluations[0] += 1
         return f"held-out loss {held_out_loss(model):.4f}"
 

@@ -62,6 +62,15 @@ class ChainTrace:
         self.rows += rows
 
 
+def draft_lengths(num_steps: int, window: int, taper: float) -> torch.Tensor:
+    """Transitions drafted from each step k (K,): at most `window`, and at most the share `taper` of the k that have noise.
+
+    The clean sample changes with the logarithm of the steps left: what one prediction is good for shrinks towards the end.
+    """
+    k = torch.arange(num_steps)
+    return (taper * k).ceil().long().clamp_max(window)
+
+
 def decay_tables(decay: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
     """For drafts of `window` transitions from step k down: X_{j+1} = first[k, j] X_0 + sum_i mixing[k, j, i] v_i.
 
@@ -83,6 +92,7 @@ def autospeculate(
     *,
     start: torch.Tensor | None = None,
     window: int = 12,
+    taper: float = 1.0,
     drafter: str = "free",
     draft_chain: PredictiveChain | None = None,
     token_wise: bool = False,
@@ -92,9 +102,12 @@ def autospeculate(
 
     drafter: `free` re-uses the prediction of the last verification, one call a round; `frozen` asks for a fresh prediction at the
     current state first, two calls a round; `model` lets `draft_chain` draft, one call of it a transition.
+    window, taper: `draft_lengths`.
     """
     if window < 1:
         raise ValueError(f"window {window} is below 1")
+    if not 0 < taper <= 1:
+        raise ValueError(f"taper {taper} is outside (0, 1]")
     if drafter not in DRAFTERS:
         raise ValueError(f"drafter {drafter!r} is none of {', '.join(DRAFTERS)}")
     if (drafter == "model") != (draft_chain is not None):
@@ -102,14 +115,15 @@ def autospeculate(
     trace = ChainTrace() if trace is None else trace
     rows_total, dim, num_steps, device = len(y), y.shape[-1], chain.num_steps, y.device
     window = min(window, num_steps)
-    first, mixing = decay_tables(chain.decay, window)
+    lengths = draft_lengths(num_steps, window, taper).to(device)  # (K,)
+    first, mixing = decay_tables(chain.decay, int(lengths.max()))
     path = Path(
         y.new_zeros(rows_total, num_steps + 1, dim), y.new_zeros(rows_total, num_steps, dim), y.new_zeros(rows_total, num_steps, dim)
     )
     rows = torch.arange(rows_total, device=device)  # the rows that are not finished
     k = torch.full((rows_total,), num_steps - 1, device=device) if start is None else start.clone()  # their next step
     path.states[rows, k + 1] = y
-    offsets = torch.arange(window + 1, device=device)
+    columns = torch.arange(window + 1, device=device)
     verify = verify_token_wise if token_wise else verify_block_equal_std if chain.equal_std else verify_block
     prediction = chain.predict(y, k, rows)
     trace.count(len(rows))
@@ -119,72 +133,69 @@ def autospeculate(
         if drafter == "frozen" and not exact.all():
             prediction, exact = chain.predict(y, k, rows), torch.ones_like(exact)
             trace.count(len(rows))
-        length = k.clamp_max(window)  # (M,): transitions k ... k - length + 1, all of them with noise
+        length = lengths[k]  # (M,): transitions k ... k - length + 1, all of them with noise
+        longest = max(1, int(length.max()))
+        offsets = columns[: longest + 1]
         steps = (k[:, None] - offsets).clamp_min(0)  # (M, G + 1)
-        xi = noise.of(rows).normal(window, dim)
+        xi = noise.of(rows).normal(window, dim)[:, :longest]  # as many for a row as for any other, whatever its neighbours
         if draft_chain is None:
-            states, draft = _draft(chain, prediction, y, steps[:, :-1], first[k], mixing[k], xi)
+            states, draft = _draft(chain, prediction, y, steps[:, :-1], first[k, :longest], mixing[k, :longest, :longest], xi)
         else:
             states, draft = _draft_by_model(draft_chain, y, steps[:, :-1], rows, xi)
-            trace.draft_calls += window
+            trace.draft_calls += longest
 
-        real = offsets <= length[:, None]  # (M, G + 1): X_0 ... X_length
-        asked = real & ~(exact[:, None] & (offsets == 0))
-        judged = [torch.where((offsets == 0)[..., None], part[:, None], 0.0) for part in prediction]  # (M, G + 1, D)
-        if asked.any():
-            fresh = chain.predict(states[asked], steps[asked], rows[:, None].expand_as(steps)[asked])
-            trace.count(len(fresh.x_0))
+        # the network at every drafted state X_0 ... X_length, unless it is already known at X_0; padding keeps the old prediction
+        asked = (offsets <= length[:, None]) & ~(exact[:, None] & (offsets == 0))  # (M, G + 1)
+        index = asked.flatten().nonzero()[:, 0]
+        flat_states, flat_steps = states.flatten(0, 1), steps.flatten()
+        judged = Prediction(*(part.repeat_interleave(longest + 1, 0) for part in prediction))  # (M (G + 1), D)
+        if len(index):
+            fresh = chain.predict(flat_states[index], flat_steps[index], rows[index // (longest + 1)])
+            trace.count(len(index))
             for part, values in zip(judged, fresh):
-                part[asked] = values
-        law = chain.transition(Prediction(*(part[real] for part in judged)), states[real], steps[real])
-        if not law.mean.isfinite().all():
-            raise NonFiniteError(rows[:, None].expand_as(steps)[real][~law.mean.isfinite().all(-1)].unique())
-        target = Gaussian(_spread(law.mean, real), _spread(law.log_std, real))  # (M, G + 1, D)
+                part.index_copy_(0, index, values)
+        target = chain.transition(judged, flat_states, flat_steps)
+        if not target.mean.isfinite().all():
+            raise NonFiniteError(rows[~target.mean.view_as(states).isfinite().flatten(1).all(1)])
+        target = Gaussian(target.mean.view_as(states), target.log_std.view_as(states))  # (M, G + 1, D)
 
         inside = offsets[:-1] < length[:, None]
-        safe = Gaussian(target.mean[:, :-1], torch.where(inside[..., None], target.log_std[:, :-1], 0.0))
-        log_ratios = torch.where(inside, safe.log_prob(states[:, 1:]) - draft.log_prob(states[:, 1:]), 0.0)
+        safe = Gaussian(target.mean[:, :-1], target.log_std[:, :-1].masked_fill(~inside[..., None], 0.0))
+        log_ratios = (safe.log_prob(states[:, 1:]) - draft.log_prob(states[:, 1:])).masked_fill(~inside, 0.0)
         verdict: Verdict = verify(log_ratios, length, safe, draft, noise.of(rows))
         tau, complete = verdict.accepted, verdict.accepted == length
         trace.fallbacks += verdict.fallbacks
         trace.accepted += tau.tolist()
 
         # write down what stands, and the replacement
-        known = offsets[:-1] < (tau + (~complete).long())[:, None]  # transitions whose outcome is decided
+        decided = tau + (~complete).long()  # transitions whose outcome is known
         after = torch.where((offsets[:-1] == tau[:, None])[..., None], verdict.replacement[:, None], states[:, 1:])  # (M, G, D)
-        where = (rows[:, None].expand_as(known)[known], steps[:, :-1][known])
-        path.states[where], path.mean[where], path.log_std[where] = after[known], safe.mean[known], safe.log_std[known]
+        index = (offsets[:-1] < decided[:, None]).flatten().nonzero()[:, 0]
+        where = (rows[index // longest], steps[:, :-1].flatten()[index])
+        for whole, values in zip(path, (after, *safe)):
+            whole[where] = values.flatten(0, 1)[index]
 
         here = torch.arange(len(rows), device=device)
         y = torch.where(complete[:, None], states[here, tau], verdict.replacement)
-        k = k - tau - (~complete).long()
-        prediction, exact = Prediction(*(part[here, tau] for part in judged)), complete
+        k = k - decided
+        last = here * (longest + 1) + tau
+        prediction, exact = Prediction(*(part[last] for part in judged)), complete
         ended = complete & (k == 0)  # the prediction is that of this very state: the last, deterministic step is known
         if ended.any():
-            last = target.mean[here, tau][ended]
-            path.states[rows[ended], 0] = last
-            path.mean[rows[ended], 0], path.log_std[rows[ended], 0] = last, -torch.inf
+            final = target.mean[here, tau][ended]
+            path.states[rows[ended], 0] = final
+            path.mean[rows[ended], 0], path.log_std[rows[ended], 0] = final, -torch.inf
             left = ~ended
             rows, k, y, exact = rows[left], k[left], y[left], exact[left]
             prediction = Prediction(prediction.x_0[left], prediction.fraction[left])
     return path
 
 
-def _spread(values: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Values (n, D) at the True places of real (M, G + 1) -> (M, G + 1, D), zero elsewhere."""
-    out = values.new_zeros(*real.shape, values.shape[-1])
-    out[real] = values
-    return out
-
-
 def _draft(chain, prediction: Prediction, y, steps, first, mixing, xi) -> tuple[torch.Tensor, Gaussian]:
     """One prediction re-used at every step (M, G): states X_0 ... X_G (M, G + 1, D) and the laws of X_1 ... X_G."""
-    shape = (*steps.shape, y.shape[-1])
-    repeated = Prediction(*(part[:, None].expand(shape).flatten(0, 1) for part in prediction))
-    law = chain.transition(repeated, torch.zeros_like(repeated.x_0), steps.flatten())  # what does not depend on the state
-    offset, log_std = law.mean.view(shape), law.log_std.view(shape)
-    # step 0 appears in the padding only
-    log_std = torch.where(steps[..., None] > 0, log_std, 0.0)
+    repeated = Prediction(*(part[:, None] for part in prediction))  # (M, 1, D)
+    offset, log_std = chain.transition(repeated, y.new_zeros(1), steps)  # (M, G, D): what does not depend on the state
+    log_std = log_std.masked_fill((steps == 0)[..., None], 0.0)  # in the padding only
     moved = torch.addcmul(offset, log_std.exp(), xi)
     states = torch.cat([y[:, None], torch.addcmul(torch.bmm(mixing, moved), first[..., None], y[:, None])], 1)
     mean = torch.addcmul(offset, chain.decay[steps][..., None], states[:, :-1])

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from car_spec.engine import LosslessSettings
 from car_spec.eval.distances import energy_test, frechet_distance, principal_components
 from car_spec.pipeline import MARPipeline, image_seed, synchronise
 from car_spec.trace import summary
@@ -36,8 +37,9 @@ class Contender:
         return statistics.median(count[name] for count in self.counts)
 
 
-def contenders(pipeline: MARPipeline, base: dict[str, Any], lossless: dict[str, Any]) -> list[Contender]:
-    """Sequential first; its cheaper versions, which change the law; then the lossless ones, which do not."""
+def contenders(pipeline: MARPipeline, base: dict[str, Any], lossless: dict[str, Any], batch_size: int) -> list[Contender]:
+    """Sequential first; its cheaper versions, which change the law; then the lossless ones, which do not, the tuned one last."""
+    base = base | {"sampler": "sequential"}
     whole = pipeline.settings(**base)
     num_iter, num_steps = whole["num_iter"], whole["num_inference_steps"]
     out = [Contender("sequential", base)]
@@ -47,8 +49,14 @@ def contenders(pipeline: MARPipeline, base: dict[str, Any], lossless: dict[str, 
     for fewer in (50, 25):
         if fewer < num_steps:
             out.append(Contender(f"sequential, {fewer} denoising steps", base | {"num_inference_steps": fewer}))
-    out.append(Contender("lossless, token-wise", base | {"sampler": "lossless", "token_wise": True} | lossless))
-    out.append(Contender("lossless, block", base | {"sampler": "lossless"} | lossless))
+    fixed = base | {name: getattr(LosslessSettings, name) for name in ("lookahead", "window")} | lossless | {"sampler": "lossless"}
+    out.append(Contender("lossless, token-wise", fixed | {"token_wise": True}))
+    out.append(Contender("lossless, block", fixed))
+    tuned = pipeline.tune(batch_size, pipeline.settings(**(base | {"sampler": "lossless", "lookahead": "auto"})))
+    choice = "sequential" if tuned["sampler"] == "sequential" else f"lookahead {tuned['lookahead']}, window {tuned['window']}"
+    out.append(Contender(f"lossless, auto: {choice}", tuned))
+    for run in out:
+        pipeline.settings(**run.settings)  # refuses a bad value before the long work
     return out
 
 

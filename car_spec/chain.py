@@ -5,6 +5,7 @@ sampling (all rows at one step) and verification (many states of a few rows).
 """
 
 import math
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,7 +19,8 @@ from car_spec.schedule import DiffusionSchedule
 # rows enough to fill a matrix product per call, and computing them on the fly costs about the same.
 MAX_HOISTED = 2**26
 
-Steps = int | torch.Tensor  # one step for every row of a call, or an int64 tensor (M,) with a step a row
+# One step for every row of a call; or an int64 tensor (M,) with a step a row; or (S, 1): all rows at each of S steps, y (S, N, D).
+Steps = int | torch.Tensor
 
 
 class Prediction(NamedTuple):
@@ -89,7 +91,7 @@ class HoistedHead:
         return torch.cat([w_shift, w_scale, w_gate]), torch.cat([b_shift, b_scale, b_gate])
 
     def coefficients(self, k: Steps) -> tuple:
-        """The six columns of `Prediction -> Gaussian` at k: numbers, or tensors (M, 1)."""
+        """The six columns of `Prediction -> Gaussian` at k: numbers, or tensors (*k.shape, 1)."""
         return tuple(self._scalars[k]) if isinstance(k, int) else self._columns[k].split(1, -1)
 
     def modulations(self, time: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
@@ -97,7 +99,7 @@ class HoistedHead:
         return F.linear(F.silu(time + condition), self.weight, self.bias)
 
     def __call__(self, x: torch.Tensor, modulations: torch.Tensor) -> torch.Tensor:
-        """x (M, W) after `input_proj`, modulations (M, F) -> (M, 2 D) in float32: noise prediction, then v."""
+        """x (..., W) after `input_proj`, modulations (..., F) -> (..., 2 D) in float32: noise prediction, then v."""
         shape = (self.width,)
         *layers, shift, scale = modulations.split(self.width, -1)
         for i, block in enumerate(self.net.res_blocks):
@@ -139,11 +141,17 @@ class DiffusionChain:
         self.clip_sample_range = clip_sample_range
         both = torch.cat([condition, unconditional]) if unconditional is not None else condition  # (H N, Z), H = 2 or 1
         self.condition = head.net.cond_embed(both.to(head.dtype))  # (H N, W)
-        size = self.num_steps * len(both) * len(head.bias)
-        self.hoisted = head.modulations(head.time[:, None], self.condition) if size <= MAX_HOISTED else None  # (K, H N, F)
+
+    @cached_property
+    def hoisted(self) -> torch.Tensor | None:
+        """Modulations of every (step, row) (K, H N, F), or None where they are too many."""
+        size = self.num_steps * len(self.condition) * len(self.head.bias)
+        return self.head.modulations(self.head.time[:, None], self.condition) if size <= MAX_HOISTED else None
 
     def _modulations(self, k: Steps, rows: torch.Tensor | None) -> torch.Tensor:
-        """-> (H M, F) for the pairs (rows, k)."""
+        """-> (H M, F) for the pairs (rows, k), or (S, H N, F) for all rows at steps (S, 1): each is used once, so nothing is kept."""
+        if isinstance(k, torch.Tensor) and k.dim() == 2:
+            return self.head.modulations(self.head.time[k], self.condition)
         if rows is not None and self.guided:
             rows = torch.cat([rows, rows + self.num_rows])
             k = k if isinstance(k, int) else torch.cat([k, k])
@@ -155,13 +163,13 @@ class DiffusionChain:
         return self.head.modulations(self.head.time[k], self.condition if rows is None else self.condition[rows])
 
     def predict(self, y: torch.Tensor, k: Steps, rows: torch.Tensor | None = None) -> Prediction:
-        """One network call at y = y_{k+1} (M, D)."""
-        x = self.head.net.input_proj(y.to(self.head.dtype))  # (M, W)
-        out = self.head(torch.cat([x, x]) if self.guided else x, self._modulations(k, rows))  # (H M, 2 D)
-        eps, v = out[: len(y)].chunk(2, -1)
+        """One network call at y = y_{k+1} (M, D), or (S, N, D) for steps k (S, 1)."""
+        x = self.head.net.input_proj(y.to(self.head.dtype))  # (..., M, W)
+        out = self.head(torch.cat([x, x], -2) if self.guided else x, self._modulations(k, rows))  # (..., H M, 2 D)
+        eps, v = out[..., : y.shape[-2], :].chunk(2, -1)
         if self.guided:
             scale = self.scale if rows is None or not isinstance(self.scale, torch.Tensor) else self.scale[rows]
-            eps_unconditional = out[len(y) :, : y.shape[-1]]
+            eps_unconditional = out[..., y.shape[-2] :, : y.shape[-1]]
             eps = eps_unconditional + scale * (eps - eps_unconditional)
         recip, recipm1, *_ = self.head.coefficients(k)
         x_0 = recip * y - recipm1 * eps
@@ -176,7 +184,7 @@ class DiffusionChain:
         log_std = low + spread * prediction.fraction + self.log_temperature
         if isinstance(k, int):
             return Gaussian(mean, log_std if k > 0 else torch.full_like(log_std, -math.inf))
-        return Gaussian(mean, log_std.masked_fill((k == 0)[:, None], -math.inf))
+        return Gaussian(mean, log_std.masked_fill((k == 0)[..., None], -math.inf))
 
     def __call__(self, y: torch.Tensor, k: Steps, rows: torch.Tensor | None = None) -> Gaussian:
         return self.transition(self.predict(y, k, rows), y, k)

@@ -15,9 +15,12 @@ from car_spec.adapters.mar import GUIDANCE_SCHEDULES
 from car_spec.engine import DRAFTERS, LosslessSettings
 from car_spec.pipeline import SAMPLERS, MARPipeline, load_pipeline
 from car_spec.runs import ImageSpec, RunError, RunFolder, generate_images, image_spec, sha256_of
-from car_spec.trace import summary
+from car_spec.trace import report, summary
 
 LOSSLESS_CHOICES = ("sampler", "lookahead", "window")  # what `--lookahead auto` decides
+CPU_HINT = (
+    "a CPU is full with a few images at a time: --lookahead auto measures what is fastest, at the price of other images on other machines"
+)
 RECIPES = Path(__file__).parent / "configs"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SAMPLING = (
@@ -67,7 +70,9 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument("--temperature", type=float, help="multiplies the noise of every denoising step")
     how.add_argument("--sampler", choices=SAMPLERS, help=f"lossless: the same law in far fewer sequential calls (default: {SAMPLERS[0]})")
     how.add_argument(
-        "--lookahead", type=number_or_auto, help=f"lossless: AR steps drafted at a time, or auto (default: {LosslessSettings.lookahead})"
+        "--lookahead",
+        type=number_or_auto,
+        help=f"lossless: AR steps drafted at a time; auto: what is fastest here, measured (default: {LosslessSettings.lookahead})",
     )
     how.add_argument("--window", type=int, help=f"lossless: denoising steps drafted at a time (default: {LosslessSettings.window})")
     how.add_argument(
@@ -99,8 +104,8 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--num-iter", type=int, help="AR steps (default: the model's preset)")
     bench.add_argument("--num-inference-steps", type=int, help="denoising steps a token (default: the model's preset)")
     bench.add_argument("--guidance-scale", type=float, help="(default: the model's preset)")
-    bench.add_argument("--lookahead", type=int, help=f"of the lossless samplers (default: {LosslessSettings.lookahead})")
-    bench.add_argument("--window", type=int, help=f"of the lossless samplers (default: {LosslessSettings.window})")
+    bench.add_argument("--lookahead", type=int, help=f"of the lossless samplers but the tuned one (default: {LosslessSettings.lookahead})")
+    bench.add_argument("--window", type=int, help=f"of the lossless samplers but the tuned one (default: {LosslessSettings.window})")
     bench.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     bench.add_argument("--device", default="auto", help="(default: %(default)s)")
     bench.add_argument("--dtype", choices=DTYPES, default="float32", help="of the transformer (default: %(default)s)")
@@ -221,7 +226,12 @@ def run_generate(args: argparse.Namespace) -> None:
     sampling = pipeline.settings(**{name: getattr(args, name) for name in SAMPLING})
     classes, specs = choose_images(args, pipeline)
     if sampling.get("lookahead") == "auto":
-        sampling = RunFolder.chosen_before(args.out, LOSSLESS_CHOICES, sampling) or pipeline.tune(args.batch_size, sampling)
+        size = min(args.batch_size, len(specs))
+        sampling = RunFolder.chosen_before(args.out, LOSSLESS_CHOICES, sampling) or pipeline.tune(size, sampling)
+        chosen = ", ".join(f"{name} {sampling[name]}" for name in LOSSLESS_CHOICES if name in sampling)
+        print(f"--lookahead auto: {chosen}", file=sys.stderr)
+    elif sampling["sampler"] == "lossless" and device.type == "cpu" and min(args.batch_size, len(specs)) > 2:
+        print(CPU_HINT, file=sys.stderr)
     assert pipeline.source is not None  # load_pipeline sets it
     settings = {
         "model": pipeline.preset.name,
@@ -246,6 +256,8 @@ def run_generate(args: argparse.Namespace) -> None:
     folder.write_manifest(specs, pipeline.class_names, environment)
     with tqdm(total=len(specs), unit="image", desc=pipeline.preset.name, file=sys.stderr) as bar:
         made, traces = generate_images(pipeline, folder, specs, args.batch_size, sampling, bar.update)
+    if traces:
+        folder.add_report(report(traces))
     grid = folder.write_grid(specs, args.columns or min(len(classes), len(specs), 8))
     already = f", {len(specs) - made} were there already" if made < len(specs) else ""
     print(f"{made} images made{already}: {args.out}\ngrid: {grid}")
@@ -256,6 +268,9 @@ def run_generate(args: argparse.Namespace) -> None:
         print(f"plot: {args.out / 'speculation.png'}")
     if args.verbose and traces:
         print("\n".join(f"{name}: {value:g}" for name, value in summary(traces).items()))
+        for name, value in report(traces).items():
+            if isinstance(value, dict):
+                print(f"{name}: " + ", ".join(f"{key} {number:g}" for key, number in value.items()))
 
 
 def run_bench(args: argparse.Namespace) -> None:
@@ -277,9 +292,7 @@ def run_bench(args: argparse.Namespace) -> None:
     given = {name: getattr(args, name) for name in ("num_iter", "num_inference_steps", "guidance_scale")}
     base = {name: value for name, value in given.items() if value is not None}
     own = {name: getattr(args, name) for name in ("lookahead", "window") if getattr(args, name) is not None}
-    runs = bench.contenders(pipeline, base, own)
-    for run in runs:
-        pipeline.settings(**run.settings)
+    runs = bench.contenders(pipeline, base, own, args.batch_size)
     quality_batches = -(-args.images // 64)
     with tqdm(total=len(runs) * (args.repeats + 1) + (len(runs) + 1) * quality_batches, desc="bench", file=sys.stderr) as bar:
         bench.measure_speed(pipeline, runs, args.batch_size, args.repeats, args.seed, bar.update)

@@ -14,24 +14,36 @@ import torch
 
 from car_spec.adapters.mar import ARStep, MARAdapter
 from car_spec.asd import ChainTrace, autospeculate
+from car_spec.chain import DiffusionChain, sample_chain
 from car_spec.engine import LosslessSampler, LosslessSettings
 from car_spec.noise import Noise
 from car_spec.sequential import guidance_halves
 from car_spec.trace import Trace
 
 LOOKAHEADS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-WINDOWS = (4, 8, 12, 16, 24)
+WINDOWS = (8, 12, 16, 24, 32)
 PILOT_IMAGES = 2
-MARGIN = 0.97  # speculation has to promise this share of the sequential time, or it is not worth its risk
+MARGIN = 0.9  # speculation has to promise this share of the sequential time, or it is not worth its risk
 
 
 @dataclass(frozen=True)
 class InnerCost:
-    """Autospeculation of a row with one window: calls a row group, rows evaluated a row, seconds a call beyond the network's own."""
+    """Autospeculation of a row with one window: calls of a group of rows, rows evaluated for each of them."""
 
     calls: float
     rows: float
-    overhead: float
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds, as functions of a number of rows (prefixes for the backbone)."""
+
+    backbone: Callable[[float], float]
+    head: Callable[[float], float]  # one call inside autospeculation
+    prepare: Callable[[float], float]  # a chain, with what it takes out of its loop
+    judge: Callable[[float], float]  # the law of every transition of the rows, once
+    sequential: Callable[[float], float]  # the rows sampled sequentially
+    overhead: float = 0.0  # of one round of autospeculation, beyond the head's call
 
 
 class CallTimes:
@@ -52,6 +64,7 @@ class CallTimes:
             if half and quarter and half > self.FULL * quarter:
                 self._known[rows] = 2 * half
             else:
+                self._timed(rows)  # the first call of a size is slower than those that follow
                 self._known[rows] = statistics.median(self._timed(rows) for _ in range(self._repeats))
         return self._known[rows]
 
@@ -72,49 +85,29 @@ class CallTimes:
 
 def expected_steps(acceptance: Sequence[float], lookahead: int) -> float:
     """AR steps that a round finishes: the exact one, and each later one with the share of pilot rows that stood at its lag."""
-    last = acceptance[-1] if acceptance else 0.0
     known = list(acceptance[: lookahead - 1])
-    decay = last / acceptance[-2] if len(acceptance) > 1 and acceptance[-2] > 0 else last
-    while len(known) < lookahead - 1:  # beyond the pilot's lags
-        known.append((known[-1] if known else 1.0) * min(decay, 1.0))
+    ratio = acceptance[-1] ** (1 / len(acceptance)) if acceptance else 0.0  # a step, beyond the pilot's lags
+    while len(known) < lookahead - 1:
+        known.append((known[-1] if known else 1.0) * ratio)
     return 1 + sum(known)
 
 
-def seconds_a_step(
-    lookahead: int,
-    inner: InnerCost,
-    acceptance: Sequence[float],
-    backbone: Callable,
-    head: Callable,
-    *,
-    images: int,
-    rows: float,
-    steps: int,
-) -> float:
-    """Expected seconds an AR step of `rows` tokens takes a batch, with K = `steps` denoising steps."""
+def seconds_a_step(lookahead: int, inner: InnerCost, acceptance: Sequence[float], times: Times, *, images: int, rows: float) -> float:
+    """Expected seconds that a batch takes for an AR step of `rows` tokens."""
     drafted = images * rows * lookahead
-    draft = inner.calls * (head(drafted * inner.rows / inner.calls) + inner.overhead)
-    judged = images * rows * (lookahead - 1) * steps
-    verify = judged / 4096 * head(4096) if judged > 4096 else head(judged) if judged else 0.0
-    return (backbone(images * lookahead) + draft + verify) / expected_steps(acceptance, lookahead)
+    draft = times.prepare(drafted) + inner.calls * (times.head(drafted * inner.rows / inner.calls) + times.overhead)
+    judged = images * rows * (lookahead - 1)
+    verify = times.judge(judged) if judged else 0.0
+    return (times.backbone(images * lookahead) + draft + verify) / expected_steps(acceptance, lookahead)
 
 
 def choose(
-    acceptance: Sequence[float],
-    inner: dict[int, InnerCost],
-    backbone: Callable,
-    head: Callable,
-    *,
-    images: int,
-    rows: float,
-    steps: int,
-    num_iter: int,
+    acceptance: Sequence[float], inner: dict[int, InnerCost], times: Times, *, images: int, rows: float, num_iter: int
 ) -> tuple[int, int] | None:
     """The best (lookahead, window), or None where plain sequential sampling is as good."""
-    sequential = backbone(images) + steps * head(images * rows)
-    cost = lambda pair: seconds_a_step(pair[0], inner[pair[1]], acceptance, backbone, head, images=images, rows=rows, steps=steps)
-    pairs = [(lookahead, window) for lookahead in LOOKAHEADS if lookahead <= num_iter for window in inner]
-    best = min(pairs, key=cost)
+    sequential = times.backbone(images) + times.sequential(images * rows)
+    cost = lambda pair: seconds_a_step(pair[0], inner[pair[1]], acceptance, times, images=images, rows=rows)
+    best = min(((lookahead, window) for lookahead in LOOKAHEADS if lookahead <= num_iter for window in inner), key=cost)
     return best if cost(best) < MARGIN * sequential else None
 
 
@@ -124,48 +117,66 @@ def tune(
     class_vectors: torch.Tensor,
     null_vectors: torch.Tensor,
     settings: LosslessSettings,
+    images: int,
+    windows: Sequence[int] = WINDOWS,
     synchronise: Callable[[], None] = lambda: None,
 ) -> LosslessSettings | None:
-    """The best lookahead and window for a batch like this one, or None for sequential sampling; the other settings stay.
+    """The best lookahead and window for batches of `images`, or None for sequential sampling; the other settings stay.
 
-    steps, class and null vectors (B, W): those of the batch. Costs a pilot of two images and some timed calls.
+    steps, class and null vectors (B, W): those of a pilot batch, which is sampled to see what is accepted. Then some calls are timed.
     """
-    images, num_steps, device = len(class_vectors), adapter.head.num_steps, class_vectors.device
-    vectors = guidance_halves(steps, class_vectors, null_vectors)  # (B, H, W)
-    scale = steps[-1].guidance_scale
-    rows_a_step = adapter.num_tokens / len(steps)
+    pilot_size, num_steps, device = len(class_vectors), adapter.head.num_steps, class_vectors.device
+    trace = Trace(pilot_size)
+    noise = Noise([torch.Generator().manual_seed(i) for i in range(pilot_size)], torch.arange(pilot_size, device=device))
+    pilot = replace(settings, lookahead=min(8, len(steps)))
+    LosslessSampler(adapter, steps, class_vectors, null_vectors, noise, pilot, trace).sample()
+    acceptance = [kept / seen for _, (kept, seen) in sorted(trace.accepted_by_lag.items())]
+
+    vectors = guidance_halves(steps, class_vectors, null_vectors)[:1]  # (1, H, W)
     tokens = torch.zeros(1, adapter.num_tokens, adapter.token_dim, device=device)
-    z = adapter.conditions(tokens, torch.ones_like(tokens[..., 0]), vectors[:1])  # (1, H, N, W)
-    chain = adapter.chain(z[0].transpose(0, 1), scale)  # N rows
+    z = adapter.conditions(tokens, torch.ones_like(tokens[..., 0]), vectors)[0].transpose(0, 1)  # (N, H, W)
     half_known = (torch.arange(adapter.num_tokens, device=device) % 2).float()[None]
+    every_step = torch.arange(num_steps, device=device)[:, None]
+
+    def chain_of(rows: int) -> DiffusionChain:
+        return adapter.chain(z[torch.arange(rows, device=device) % len(z)], steps[-1].guidance_scale)
 
     def backbone_call(prefixes: int) -> None:
-        adapter.conditions(tokens.expand(prefixes, -1, -1), half_known.expand(prefixes, -1), vectors[:1].expand(prefixes, -1, -1))
+        adapter.conditions(tokens.expand(prefixes, -1, -1), half_known.expand(prefixes, -1), vectors.expand(prefixes, -1, -1))
+
+    rows_a_step = adapter.num_tokens / len(steps)
+    group = min(len(z), round(4 * images * rows_a_step))  # rows that autospeculate together
+    few = chain_of(group)
 
     def head_call(rows: int) -> None:
         index = torch.arange(rows, device=device)
-        chain(tokens.new_zeros(rows, adapter.token_dim), index % num_steps, index % adapter.num_tokens)
+        few(tokens.new_zeros(rows, adapter.token_dim), index % num_steps, index % group)
 
-    backbone, head = CallTimes(backbone_call, synchronise), CallTimes(head_call, synchronise)
+    def sequential_call(rows: int) -> None:
+        noise = tokens.new_zeros(rows, num_steps, adapter.token_dim)
+        sample_chain(chain_of(rows), noise[:, 0], noise)
 
-    pilot_size, trace = min(images, PILOT_IMAGES), Trace(min(images, PILOT_IMAGES))
-    noise = Noise([torch.Generator().manual_seed(i) for i in range(pilot_size)], torch.arange(pilot_size, device=device))
-    pilot_steps = [ARStep(step.positions[:pilot_size], step.guidance_scale) for step in steps]
-    pilot = replace(settings, lookahead=min(8, len(steps)), window=12, drafter="self")
-    LosslessSampler(adapter, pilot_steps, class_vectors[:pilot_size], null_vectors[:pilot_size], noise, pilot, trace).sample()
-    lags = sorted(trace.accepted_by_lag)
-    acceptance = [trace.accepted_by_lag[lag][0] / trace.accepted_by_lag[lag][1] for lag in lags]
-
-    inner, size = {}, min(8, adapter.num_tokens)
-    few = adapter.chain(z[0, :, :size].transpose(0, 1), scale)
-    for window in WINDOWS:
-        one = Noise([torch.Generator().manual_seed(0)], torch.zeros(size, dtype=torch.int64, device=device))
+    def inner_call(window: int) -> tuple[ChainTrace, float]:
+        one = Noise([torch.Generator().manual_seed(0)], torch.zeros(group, dtype=torch.int64, device=device))
         counted, start = ChainTrace(), time.perf_counter()
-        autospeculate(few, one.normal(adapter.token_dim), one, window=window, token_wise=settings.token_wise, trace=counted)
+        y, taper, token_wise = one.normal(adapter.token_dim), settings.taper, settings.token_wise
+        autospeculate(few, y, one, window=window, taper=taper, token_wise=token_wise, trace=counted)
         synchronise()
-        network = counted.calls * head(counted.rows / counted.calls)
-        overhead = max(0.0, time.perf_counter() - start - network) / counted.calls
-        inner[window] = InnerCost(counted.calls, counted.rows / size, overhead)
+        return counted, time.perf_counter() - start
 
-    best = choose(acceptance, inner, backbone, head, images=images, rows=rows_a_step, steps=num_steps, num_iter=len(steps))
+    measured = lambda call: CallTimes(call, synchronise)
+    times = Times(
+        backbone=measured(backbone_call),
+        head=measured(head_call),
+        prepare=measured(lambda rows: chain_of(rows).hoisted),
+        judge=measured(lambda rows: chain_of(rows)(tokens.new_zeros(num_steps, rows, adapter.token_dim), every_step)),
+        sequential=measured(sequential_call),
+    )
+    inner, overheads = {}, []
+    for window in windows:
+        counted, seconds = inner_call(window)
+        inner[window] = InnerCost(counted.calls, counted.rows / group)
+        overheads.append(max(0.0, seconds / counted.calls - times.head(counted.rows / counted.calls)))
+    times = replace(times, overhead=statistics.median(overheads))
+    best = choose(acceptance, inner, times, images=images, rows=rows_a_step, num_iter=len(steps))
     return None if best is None else replace(settings, lookahead=best[0], window=best[1])

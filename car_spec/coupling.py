@@ -6,6 +6,7 @@ verification. Everything is vectorised over sequences (B).
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -88,6 +89,27 @@ def reflection(target: Gaussian, draft: Gaussian, noise: torch.Tensor) -> torch.
 # Unequal std has no closed form, but a rejection test does: y ~ target is kept with probability max(0, alpha - draft(y) / target(y)).
 
 
-def win_probability(target: Gaussian, draft: Gaussian, log_alpha: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """max(0, alpha - draft(y) / target(y)); its mean over y ~ target is S_alpha, and y kept with it follows r_alpha. -> (...)."""
-    return (log_alpha.exp() - (-log_ratio(target, draft, y)).exp()).clamp_min(0.0)
+class Relative(NamedTuple):
+    """Two laws seen from the target: y = target mean + target std * z is shift + scale * z in stds of the draft, from its mean."""
+
+    shift: torch.Tensor  # (P, D)
+    scale: torch.Tensor  # (P, D)
+    log_volume: torch.Tensor  # (P,): sum of log scale
+
+    def at(self, index: torch.Tensor) -> "Relative":
+        return Relative(*(part[index] for part in self))
+
+
+def relative(target: Gaussian, draft: Gaussian) -> Relative:
+    log_scale = target.log_std - draft.log_std
+    return Relative((target.mean - draft.mean) * (-draft.log_std).exp(), log_scale.exp(), log_scale.sum(-1))
+
+
+def win_probability(pair: Relative, log_alpha: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """max(0, alpha - draft(y) / target(y)) for P pairs of laws and y = target mean + target std * z, z (P, T, D) -> (P, T).
+
+    Its mean over z ~ N(0, 1) is S_alpha, and y kept with this probability follows r_alpha.
+    """
+    seen = torch.addcmul(pair.shift[:, None], pair.scale[:, None], z)
+    log_inverse = pair.log_volume[:, None] + 0.5 * (z.square() - seen.square()).sum(-1)  # log draft(y) - log target(y)
+    return (log_alpha.exp()[:, None] - log_inverse.exp()).clamp_min(0.0)

@@ -31,7 +31,8 @@ class LosslessSettings:
     """
 
     lookahead: int = 8
-    window: int = 12
+    window: int = 24
+    taper: float = 0.5
     final_tolerance: float = 1e-3
     token_wise: bool = False
     drafter: str = "self"
@@ -43,6 +44,8 @@ class LosslessSettings:
                 raise ValueError(f"{name} {getattr(self, name)} is below 1")
         if self.drafter not in DRAFTERS:
             raise ValueError(f"drafter {self.drafter!r} is none of {', '.join(DRAFTERS)}")
+        if not 0 < self.taper <= 1:
+            raise ValueError(f"taper {self.taper} is outside (0, 1]")
         if not self.final_tolerance >= 0:
             raise ValueError(f"final_tolerance {self.final_tolerance} is not a number of at least 0")
 
@@ -177,10 +180,19 @@ class LosslessSampler:
         resumed = (row == state.n[a]) & (state.start[a] < self.chain_steps - 1)
         y = torch.where(resumed[:, None], state.resumed[a], noise.normal(self.adapter.token_dim))
         start = torch.where(resumed, state.start[a], self.chain_steps - 1)
-        window, token_wise = self.settings.window, self.settings.token_wise
+        own = self.settings
         try:
             with self.trace.time("draft"):
-                return autospeculate(chain, y, noise, start=start, window=window, token_wise=token_wise, trace=self.trace.chain)
+                return autospeculate(
+                    chain,
+                    y,
+                    noise,
+                    start=start,
+                    window=own.window,
+                    taper=own.taper,
+                    token_wise=own.token_wise,
+                    trace=self.trace.chain,
+                )
         except NonFiniteError as error:
             raise NonFiniteError(state.image[a[error.rows]].unique()) from None
 
@@ -292,16 +304,13 @@ class LosslessSampler:
         return z
 
     def _laws(self, chain: DiffusionChain, states: torch.Tensor) -> Gaussian:
-        """The target's law of every transition of S rows, given the states above them (S, K, D), in chunks of rows."""
-        size, steps, dim = states.shape
-        k = torch.arange(steps, device=states.device).repeat(size)
-        rows = torch.arange(size, device=states.device).repeat_interleave(steps)
+        """The target's law of every transition of S rows, given the states above them (S, K, D), in chunks of steps."""
+        size, num_steps, _ = states.shape
         parts = []
-        flat = states.flatten(0, 1)
-        for chunk in torch.arange(len(flat), device=states.device).split(self.settings.max_rows):
-            parts.append(chain(flat[chunk], k[chunk], rows[chunk]))
-            self.trace.chain.count(len(chunk))
-        return Gaussian(*(torch.cat(part).view(size, steps, dim) for part in zip(*parts)))
+        for k in torch.arange(num_steps, device=states.device).split(max(1, self.settings.max_rows // size)):
+            parts.append(chain(states[:, k].transpose(0, 1), k[:, None]))  # (steps, S, D)
+            self.trace.chain.count(size * len(k))
+        return Gaussian(*(torch.cat(part).transpose(0, 1) for part in zip(*parts)))
 
 
 def lay_out(values: torch.Tensor, place: tuple[torch.Tensor, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:

@@ -31,6 +31,8 @@ class Noise:
         return self._draw(torch.rand, shape)
 
     def _draw(self, draw, shape: tuple[int, ...]) -> torch.Tensor:
+        if len(self.generators) == 1:  # nothing to divide
+            return draw((len(self.owner), *shape), generator=self.generators[0]).to(self.owner.device)
         counts = torch.bincount(self.owner, minlength=len(self.generators)).tolist()
         parts = [draw((n, *shape), generator=g) for g, n in zip(self.generators, counts) if n]
         return torch.cat(parts).to(self.owner.device) if parts else torch.zeros(0, *shape, device=self.owner.device)

@@ -11,7 +11,7 @@ import torch
 
 from car_spec.adapters.mar import GUIDANCE_SCHEDULES, ARStep, MARAdapter, remaining_after_each_step, unpatchify
 from car_spec.asd import NonFiniteError
-from car_spec.costmodel import tune
+from car_spec.costmodel import PILOT_IMAGES, WINDOWS, tune
 from car_spec.engine import DraftModel, LosslessSampler, LosslessSettings
 from car_spec.models.presets import PRESETS, Preset
 from car_spec.noise import Noise
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 DEMO_FOLDER = Path(__file__).parent / "demo"
 DEMO_MODELS = {"demo": "mar.safetensors", "demo-draft": "mar-draft.safetensors"}
 LOSSLESS_SETTINGS = ("lookahead", "window", "final_tolerance", "token_wise", "drafter")
-SAMPLERS = ("sequential", "lossless")
+SAMPLERS = ("lossless", "sequential")
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
 
@@ -41,11 +41,13 @@ class NonFiniteImageError(RuntimeError):
 @dataclass
 class ImagePipelineOutput:
     """images: a list of PIL images, or an array (B, H, W, 3) in [0, 1], or a tensor: images (B, 3, H, W) in [0, 1], or scaled latents.
-    trace: how many network calls it took, and what verification did.
+    trace: how many network calls it took, and what verification did. settings: all numbers it was sampled with; given back with the
+    same generators they make the same images.
     """
 
     images: Any
     trace: Trace
+    settings: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class MARPipeline:
         self.num_tokens, token_dim = model.config.num_tokens, model.config.token_dim
         channels = vae.config.latent_channels
         self.draft: MARPipeline | None = None  # drafts where `drafter="model"`
+        self.tuned: dict[tuple, dict[str, Any]] = {}  # what `tune` found, by batch size and settings
         self.patch_size = math.isqrt(token_dim // channels)
         if self.patch_size == 0 or channels * self.patch_size**2 != token_dim:
             raise ValueError(f"--vae has {channels} latent channels, which do not fit the {token_dim} numbers a token of --model")
@@ -92,6 +95,7 @@ class MARPipeline:
 
     def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> "MARPipeline":
         """Move the networks. dtype is that of the transformer and its head; the autoencoder stays in float32, as do densities."""
+        self.tuned.clear()
         self.model.to(device=device, dtype=dtype)
         self.vae.to(device=device)
         if self.draft is not None:
@@ -160,36 +164,54 @@ class MARPipeline:
             raise ValueError(f"sampler {settings['sampler']!r} is none of {', '.join(SAMPLERS)}")
         own = {name: given[name] for name in LOSSLESS_SETTINGS if given.get(name) is not None}
         if settings["sampler"] == "lossless":
-            automatic = own.get("lookahead") == "auto"
-            if automatic and "window" in own:
-                raise ValueError(f"window {own['window']} conflicts with lookahead 'auto', which chooses both")
-            chosen = LosslessSettings(**({name: value for name, value in own.items() if value != "auto"}))
-            settings |= {name: getattr(chosen, name) for name in LOSSLESS_SETTINGS}
-            if chosen.drafter == "model" and self.draft is None:
-                raise ValueError("drafter 'model' needs a draft model: load_pipeline(..., draft=...), or --draft")
-            if automatic and chosen.drafter == "model":
-                raise ValueError("lookahead 'auto' conflicts with drafter 'model': it measures the model's own drafts only")
-            if automatic:
-                settings["lookahead"] = "auto"
+            settings |= self._lossless_settings(own)
         elif own:
             raise ValueError(f"{', '.join(own)} belongs to the lossless sampler, but sampler is {settings['sampler']!r}")
         return settings
 
+    def _lossless_settings(self, own: dict[str, Any]) -> dict[str, Any]:
+        """Complete; `auto` stays where `tune` is to choose."""
+        drafts = own.get("drafter", LosslessSettings.drafter)
+        lookahead = own.get("lookahead", LosslessSettings.lookahead)
+        if lookahead == "auto" and drafts == "model":
+            raise ValueError("lookahead 'auto' conflicts with drafter 'model': it measures the model's own drafts only")
+        chosen = LosslessSettings(**{name: value for name, value in own.items() if value != "auto"})
+        if drafts == "model" and self.draft is None:
+            raise ValueError("drafter 'model' needs a draft model: load_pipeline(..., draft=...), or --draft")
+        settings = {name: getattr(chosen, name) for name in LOSSLESS_SETTINGS}
+        if lookahead == "auto":
+            settings |= {"lookahead": "auto", "window": own.get("window", "auto")}
+        return settings
+
     @torch.no_grad()
     def tune(self, batch_size: int, settings: dict) -> dict:
-        """Complete settings whose lookahead is `auto` -> the same with the numbers that are fastest here for such a batch.
+        """Complete settings with `auto` among them -> the same with the numbers that are fastest here for such a batch.
 
-        They may say `sequential`: where the device is already full, speculation does not pay. Measures for some seconds.
+        They may say `sequential`: where the device is already full, speculation does not pay. Measures for a second or more, once
+        for a batch size and settings.
         """
-        vectors = self.model.class_emb.weight[:1].expand(batch_size, -1)
-        adapter, steps = self._problem([torch.Generator().manual_seed(i) for i in range(batch_size)], settings)
-        start = {name: settings[name] for name in LOSSLESS_SETTINGS if name not in ("lookahead", "window")}
-        best = tune(
-            adapter, steps, vectors, self.model.class_vectors(None, batch_size), LosslessSettings(**start), lambda: synchronise(self.device)
-        )
-        if best is None:
-            return {name: value for name, value in settings.items() if name not in LOSSLESS_SETTINGS} | {"sampler": "sequential"}
-        return settings | {"lookahead": best.lookahead, "window": best.window}
+        if settings.get("lookahead") != "auto" or settings["temperature"] == 0:
+            return settings | {name: getattr(LosslessSettings, name) for name in LOSSLESS_SETTINGS if settings.get(name) == "auto"}
+        key = (batch_size, *sorted(settings.items()))
+        if key not in self.tuned:
+            pilot = torch.arange(PILOT_IMAGES, device=self.device) * (self.num_classes // PILOT_IMAGES)
+            adapter, steps = self._problem([torch.Generator().manual_seed(i) for i in range(PILOT_IMAGES)], settings)
+            best = tune(
+                adapter,
+                steps,
+                self.model.class_vectors(pilot, PILOT_IMAGES),
+                self.model.class_vectors(None, PILOT_IMAGES),
+                LosslessSettings(**{name: settings[name] for name in LOSSLESS_SETTINGS if settings[name] != "auto"}),
+                batch_size,
+                WINDOWS if settings["window"] == "auto" else (settings["window"],),
+                lambda: synchronise(self.device),
+            )
+            if best is None:
+                self.tuned[key] = {name: value for name, value in settings.items() if name not in LOSSLESS_SETTINGS}
+                self.tuned[key]["sampler"] = "sequential"
+            else:
+                self.tuned[key] = settings | {"lookahead": best.lookahead, "window": best.window}
+        return self.tuned[key]
 
     @torch.no_grad()
     def __call__(
@@ -217,12 +239,14 @@ class MARPipeline:
         class_labels: ids or names; None samples `num_images` images without a class.
         num_iter: AR steps, 1..tokens. num_inference_steps: denoising steps a token. guidance_scale: 1 is no guidance.
         guidance_schedule: linear or constant over AR steps. temperature: multiplies the noise of every denoising step.
-        sampler: sequential, or lossless: the same law in far fewer sequential calls; lookahead (AR steps), window (denoising steps),
-        final_tolerance and token_wise are its settings (see `LosslessSettings`). lookahead `auto` measures this machine first and
-        picks lookahead and window, or sequential sampling where that is faster. drafter: `self`, the model's own stale condition,
-        or `model`, the network given to `load_pipeline` as draft. At temperature 0 nothing is random and both samplers are the same.
+        sampler: lossless (default): the same law as sequential in far fewer sequential calls; lookahead (AR steps), window (denoising
+        steps), final_tolerance and token_wise are its settings (see `LosslessSettings`). lookahead `auto` measures this machine once,
+        see `tune`; images depend on what it picks, so give the numbers (the output's `settings`) to make the same ones again.
+        drafter: `self`, the model's own stale condition, or `model`, the network given to `load_pipeline` as draft. At temperature 0
+        nothing is random and both samplers are the same.
         generator: one for the whole batch, or one an image (then an image does not depend on the others). None seeds itself.
-        output_type: pil, np, pt or latent. callback(i, tokens (B, N, D)) is called after AR step i of the sequential sampler.
+        output_type: pil, np, pt or latent. callback(i, tokens (B, N, D)) is called after AR step i of the
+        sequential sampler.
         Whatever is None takes the model's preset. Raises ValueError for a setting out of range and NonFiniteImageError.
         """
         if output_type not in OUTPUT_TYPES:
@@ -252,11 +276,10 @@ class MARPipeline:
             raise ValueError(
                 "there is nothing to sample: class_labels is empty" if labels is not None else f"num_images {batch} is below 1"
             )
-        if settings.get("lookahead") == "auto":
-            settings = self.tune(batch, settings)
+        settings = self.tune(batch, settings)
         tokens, trace = self._sample_tokens(labels, self._image_generators(generator, batch), settings, callback)
         latents = unpatchify(tokens, self.patch_size)  # (B, C, h, w)
-        return ImagePipelineOutput(latents if output_type == "latent" else self._finish(latents, output_type), trace)
+        return ImagePipelineOutput(latents if output_type == "latent" else self._finish(latents, output_type), trace, settings)
 
     @staticmethod
     def _image_generators(generator: torch.Generator | Sequence[torch.Generator] | None, batch: int) -> list[torch.Generator]:

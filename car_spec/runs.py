@@ -109,13 +109,22 @@ class RunFolder:
     def write_manifest(self, specs: Sequence[ImageSpec], names: Sequence[str] | None, environment: dict[str, Any]) -> None:
         """List the images of this run next to those that earlier runs of the folder left."""
         manifest = self.path / MANIFEST
-        earlier = json.loads(manifest.read_text())["images"] if manifest.exists() else []
-        images = {image["id"]: image for image in earlier}
+        earlier = json.loads(manifest.read_text()) if manifest.exists() else {}
+        images = {image["id"]: image for image in earlier.get("images", [])}
         for spec in specs:
             name = {"class": names[spec.label]} if names else {}
             images[spec.id] = {"id": spec.id, "file": spec.file, "label": spec.label, **name, "seed": spec.seed}
         content = {"settings": self.settings, "environment": environment, "images": [images[i] for i in sorted(images)]}
-        write_atomically(manifest, (json.dumps(content, indent=1) + "\n").encode())
+        self._write_manifest(content | {"runs": earlier.get("runs", [])})
+
+    def add_report(self, report: dict[str, Any]) -> None:
+        """Keep in the manifest what a finished run took."""
+        content = json.loads((self.path / MANIFEST).read_text())
+        content["runs"].append(report)
+        self._write_manifest(content)
+
+    def _write_manifest(self, content: dict[str, Any]) -> None:
+        write_atomically(self.path / MANIFEST, (json.dumps(content, indent=1) + "\n").encode())
 
     def write_image(self, spec: ImageSpec, image: "Image") -> None:
         write_atomically(self.path / spec.file, png_bytes(image))

@@ -1,10 +1,11 @@
 """What happened in a run: sequential calls, rows, rounds, accepted lengths, gaps, seconds."""
 
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -88,3 +89,25 @@ def summary(traces: Sequence[Trace]) -> dict[str, float]:
         "corrected last steps": sum(trace.corrections for trace in traces),
         "fallbacks": sum(trace.fallbacks + trace.chain.fallbacks for trace in traces),
     }
+
+
+def report(traces: Sequence[Trace]) -> dict[str, Any]:
+    """The summary with its distributions: how many rounds an image took, how often a round accepted how much, acceptance by lag."""
+    by_lag: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+    seconds: dict[str, float] = defaultdict(float)
+    for trace in traces:
+        for lag, (kept, seen) in trace.accepted_by_lag.items():
+            by_lag[lag] = [by_lag[lag][0] + kept, by_lag[lag][1] + seen]
+        for phase, spent in trace.seconds.items():
+            seconds[phase] += spent
+    return summary(traces) | {
+        "rounds of each image": [int(rounds) for trace in traces for rounds in trace.rounds],
+        "tokens a round, histogram": _histogram(count for trace in traces for rows in trace.accepted_rows for count in rows),
+        "denoising steps accepted at once, histogram": _histogram(count for trace in traces for count in trace.chain.accepted),
+        "acceptance by AR steps ahead": {lag: round(kept / seen, 4) for lag, (kept, seen) in sorted(by_lag.items())},
+        "seconds by phase": {phase: round(spent, 3) for phase, spent in seconds.items()},
+    }
+
+
+def _histogram(counts: Iterable[int]) -> dict[int, int]:
+    return dict(sorted(Counter(counts).items()))

@@ -11,6 +11,7 @@ import torch
 
 from car_spec.coupling import (
     log_residual_mass,
+    relative,
     residual_equal_std,
     separation,
     win_probability,
@@ -18,6 +19,7 @@ from car_spec.coupling import (
 from car_spec.gaussian import Gaussian
 from car_spec.noise import Noise
 
+FIRST_TRIES = 16  # drawn at once for a pair; most races end within them
 MAX_TRIES = 2**20  # draws a residual may take; a sane run never comes near it
 
 
@@ -93,22 +95,17 @@ def verify_block(log_ratios: torch.Tensor, lengths: torch.Tensor, target: Gaussi
     everything = noise.uniform(1)[:, 0].log() < last  # (B,)
 
     steps = torch.arange(log_p.shape[1], device=log_p.device)
-    inside = steps < lengths[:, None]  # (B, G + 1): i < G
+    inside = steps < torch.where(everything, 0, lengths)[:, None]  # (B, G + 1): i < G, of sequences that did not accept it all
     certain = torch.where(inside & (log_p >= 0), steps, 0).amax(1)  # (B,) the largest i with p_i = 1: the race ends there at the latest
-    entered = inside & (steps >= certain[:, None]) & ~everything[:, None]
-    sequence, transition = entered.nonzero().T  # pairs in the order of sequences
-    race = _race(
-        target.at((sequence, transition)),
-        draft.at((sequence, transition)),
-        log_p[sequence, transition],
-        sequence,
-        transition,
-        noise,
-    )
+    entered = (inside & (steps >= certain[:, None]))[:, :-1]
+    index = entered.flatten().nonzero()[:, 0]  # pairs in the order of sequences
+    sequence, transition = index // entered.shape[1], index % entered.shape[1]
+    entries = [Gaussian(law.mean.flatten(0, 1)[index], law.log_std.flatten(0, 1)[index]) for law in (target, draft)]  # (P, D)
+    race = _race(entries[0], entries[1], log_p[:, :-1].flatten()[index], sequence, transition, noise)
     won = torch.full_like(lengths, -1).scatter_reduce(0, sequence, torch.where(race.won, transition, -1), "amax")
     accepted = torch.where(everything, lengths, won)
     replacement = torch.zeros_like(target.mean[:, 0])
-    winner = race.won & (transition == won[sequence])
+    winner = (race.won & (transition == won[sequence])).nonzero()[:, 0]
     replacement[sequence[winner]] = race.draw[winner]
     return Verdict(accepted, replacement, race.fallbacks)
 
@@ -134,27 +131,28 @@ def _race(
     """
     won = torch.zeros(len(log_p), dtype=torch.bool, device=log_p.device)
     draw = torch.zeros_like(target.mean)
-    lose_probability = (1 - log_p.exp()) / (2 - log_p.exp()) if lose else torch.zeros_like(log_p)
+    p = log_p.exp()
+    lose_probability = (1 - p) / (2 - p) if lose else torch.zeros_like(p)
+    pair = relative(target, draft)
     active = torch.arange(len(log_p), device=log_p.device)
-    best = torch.full((int(sequence.max()) + 1 if len(sequence) else 0,), -1, device=sequence.device)
-    tries, done, fallbacks = 4, 0, 0
+    best = torch.full((int(sequence[-1]) + 1 if len(sequence) else 0,), -1, device=sequence.device)  # by sequence, which ascend
+    tries, done, fallbacks = FIRST_TRIES, 0, 0
     while len(active):
         drawn = noise.of(sequence[active])
         normal, uniform = drawn.normal(tries, target.mean.shape[-1]), drawn.uniform(tries, 2)  # (P, T, D), (P, T, 2)
-        law, other = target.at((active, None)), draft.at((active, None))  # (P, 1, D)
-        y = law.sample(normal)  # (P, T, D)
-        chance = win_probability(law, other, log_p[active, None], y)  # (P, T)
-        loses = uniform[..., 0] < lose_probability[active, None]
-        wins = ~loses & (uniform[..., 1] < chance)
-        ended = (loses | wins).any(1)
-        first = (loses | wins).int().argmax(1)
-        rows = torch.arange(len(active), device=active.device)
-        winning = ended & wins[rows, first]
-        won[active[winning]] = True
-        draw[active[winning]] = y[rows, first][winning]
-        best.scatter_reduce_(0, sequence[active[winning]], transition[active[winning]], "amax")
+        loses = uniform[..., 0] < lose_probability[active, None]  # (P, T)
+        wins = ~loses & (uniform[..., 1] < win_probability(pair.at(active), log_p[active], normal))
+        ends, first = (loses | wins).max(1)
+        here = (ends & wins.gather(1, first[:, None])[:, 0]).nonzero()[:, 0]
+        winner = active[here]
+        won[winner] = True
+        draw[winner] = target.at(winner).sample(normal[here, first[here]])
         done += tries
-        active = active[~ended & (transition[active] > best[sequence[active]])]
+        active = active[~ends]
+        if not len(active):
+            break
+        best.scatter_reduce_(0, sequence[winner], transition[winner], "amax")
+        active = active[transition[active] > best[sequence[active]]]
         if done >= MAX_TRIES:  # the residual of what is left is empty to within rounding: its laws agree
             fallbacks = len(active)
             won[active] = True

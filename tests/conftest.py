@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from safetensors.torch import load_file, save_file
 
 from car_spec.models.loading import METADATA_KEY
 from car_spec.models.mar import MAR, MARConfig
 from car_spec.models.presets import Preset
 from car_spec.pipeline import MARPipeline, load_pipeline
+
+settings.register_profile("shared machine", deadline=None)
+settings.load_profile("shared machine")
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from two_sample import largest_z, shared_noise, smallest_p
 
-from car_spec.asd import ChainTrace, NonFiniteError, autospeculate, decay_tables
+from car_spec.asd import ChainTrace, NonFiniteError, autospeculate, decay_tables, draft_lengths
 from car_spec.chain import DiffusionChain, HoistedHead, Prediction, sample_chain
 from car_spec.gaussian import Gaussian
 from car_spec.noise import Noise
@@ -31,9 +31,9 @@ class ToyChain:
         return Prediction(x_0, torch.sigmoid(2 * y.flip(-1)))
 
     def transition(self, prediction, y, k):
-        mean = self.decay[k, None] * y + (1 - self.decay[k, None]) * prediction.x_0
-        log_std = self.low[k, None] + (0.0 if self.equal_std else 0.4) * prediction.fraction
-        return Gaussian(mean, log_std.expand_as(mean).masked_fill((k == 0)[:, None], -math.inf))
+        mean = self.decay[k][..., None] * y + (1 - self.decay[k][..., None]) * prediction.x_0
+        log_std = self.low[k][..., None] + (0.0 if self.equal_std else 0.4) * prediction.fraction
+        return Gaussian(mean, log_std.expand_as(mean).masked_fill((k == 0)[..., None], -math.inf))
 
     def __call__(self, y, k, rows=None):
         k, rows = torch.full((len(y),), k), torch.arange(len(y))
@@ -88,7 +88,7 @@ def test_the_diffusion_head_is_sampled_exactly_in_fewer_calls(golden_mar, mar_go
     condition = mar_golden["posterior/c"][:1].expand(count, -1)
     unconditional = mar_golden["posterior/c"][1:2].expand(count, -1) if guided else None
     chain = DiffusionChain(head, condition, unconditional, 1.5 if guided else 1.0, clip_sample_range=3.0)
-    noise, trace = shared_noise(count, 5), ChainTrace()
+    noise, trace = shared_noise(count, 6), ChainTrace()
     expected = sample_chain(chain, noise.normal(4), noise.normal(25, 4))
     path = autospeculate(chain, noise.normal(4), noise, window=6, trace=trace)
     assert smallest_p(path.states[:, 0], expected) > 0.01
@@ -126,6 +126,7 @@ def test_drafts_by_one_product_equal_the_loop():
     "arguments, sentence",
     [
         (dict(window=0), "window 0 is below 1"),
+        (dict(taper=0.0), r"taper 0.0 is outside \(0, 1\]"),
         (dict(drafter="oracle"), "drafter 'oracle' is none of free, frozen, model"),
         (dict(drafter="model"), "drafter 'model' needs draft_chain"),
         (dict(draft_chain=object()), "drafter 'free' takes no draft_chain"),
@@ -142,3 +143,17 @@ def test_a_nan_stops_and_names_the_rows(toy):
     with pytest.raises(NonFiniteError) as caught:
         autospeculate(toy[0], y, shared_noise(3, 0))
     assert caught.value.rows.tolist() == [1]
+
+
+def test_drafts_shrink_with_the_steps_left():
+    assert draft_lengths(10, 4, 0.5).tolist() == [0, 1, 1, 2, 2, 3, 3, 4, 4, 4]
+    assert draft_lengths(5, 99, 1.0).tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("taper", [0.3, 0.5])
+def test_a_tapered_window_keeps_the_law(toy, taper):
+    chain, expected = toy
+    noise, trace = shared_noise(COUNT, 12), ChainTrace()
+    path = autospeculate(chain, noise.normal(DIM), noise, window=6, taper=taper, trace=trace)
+    assert smallest_p(path.states[:, 0], expected) > 0.01
+    assert max(trace.accepted) <= math.ceil(taper * (STEPS - 1))

@@ -135,14 +135,18 @@ def test_lossless_runs_from_the_command_line_and_says_what_it_did(tiny_file, tmp
     assert (tmp_path / "out" / "speculation.png").read_bytes().startswith(b"\x89PNG") and said["plot"].endswith("speculation.png")
     assert said["images"] == "4" and said["fallbacks"] == "0"
     assert float(said["rounds an image"]) <= 2 and float(said["tokens a round"]) >= 8
-    settings = json.loads((tmp_path / "out" / "manifest.json").read_text())["settings"]
+    assert said["acceptance by AR steps ahead"].startswith("1 ") and said["tokens a round, histogram"]
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    (took,), settings = manifest["runs"], manifest["settings"]
+    assert sum(int(count) * times for count, times in took["tokens a round, histogram"].items()) == 4 * 16
+    assert len(took["rounds of each image"]) == 4 and took["head calls a batch"] == float(said["head calls a batch"])
     assert (settings["sampler"], settings["lookahead"], settings["window"], settings["final_tolerance"]) == ("lossless", 3, 2, 1e-3)
 
 
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        (["--lookahead", "4"], "lookahead belongs to the lossless sampler, but sampler is 'sequential'"),
+        (["--sampler", "sequential", "--lookahead", "4"], "lookahead belongs to the lossless sampler, but sampler is 'sequential'"),
         (["--sampler", "lossless", "--lookahead", "0"], "lookahead 0 is below 1"),
         (["--sampler", "lossless", "--window", "0"], "window 0 is below 1"),
         (["--sampler", "lossless", "--final-tolerance", "-1"], "final_tolerance -1.0 is not a number of at least 0"),
@@ -154,7 +158,7 @@ def test_bad_lossless_flags_are_one_sentence(tiny_file, tmp_path, capsys, flags,
 
 
 def test_sequential_counts_its_calls(tiny_pipeline):
-    trace = tiny_pipeline([0, 1], num_iter=4, num_inference_steps=6, guidance_scale=2.0).trace
+    trace = tiny_pipeline([0, 1], num_iter=4, num_inference_steps=6, guidance_scale=2.0, sampler="sequential").trace
     assert (trace.backbone_calls, trace.chain.calls, trace.sequential_calls) == (4, 24, 28)
     assert trace.backbone_rows == 4 * 2 * 2 and trace.chain.rows == 16 * 2 * 6
     assert [sum(rows) for rows in trace.accepted_rows] == [16, 16]

@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 from two_sample import shared_noise, smallest_p
 
-from car_spec.coupling import log_residual_mass, reflection, residual_coordinate, residual_equal_std, win_probability
+from car_spec.coupling import log_ratio, log_residual_mass, reflection, relative, residual_coordinate, residual_equal_std, win_probability
 from car_spec.gaussian import Gaussian
 from car_spec.verify import draw_residual
 
@@ -102,8 +102,18 @@ def test_accept_or_reflect_gives_the_target():
 def test_win_probability_averages_to_the_mass():
     count = 200_000
     target, draft = laws(count, equal=True)
-    y = target.sample(shared_noise(count, 4).normal(2))
-    chance = win_probability(target, draft, torch.full((count,), math.log(0.8)), y)
+    z = shared_noise(count, 4).normal(1, 2)  # one try for each pair
+    chance = win_probability(relative(target, draft), torch.full((count,), math.log(0.8)), z)[:, 0]
     delta = (((draft.mean - target.mean) * (-target.log_std).exp()) ** 2).sum(-1).sqrt()
     expected = log_residual_mass(delta[:1], torch.tensor([math.log(0.8)])).exp().item()
     assert chance.mean().item() == pytest.approx(expected, abs=4 * chance.std().item() / math.sqrt(count))
+
+
+def test_win_probability_is_alpha_minus_the_density_ratio():
+    target, draft = laws(1000, equal=False)
+    z = shared_noise(1000, 5).normal(4, 2)
+    log_alpha = torch.linspace(-3, 0, 1000)
+    y = target.at((slice(None), None)).sample(z)
+    ratio = (-log_ratio(target.at((slice(None), None)), draft.at((slice(None), None)), y)).exp()
+    expected = (log_alpha.exp()[:, None] - ratio).clamp_min(0)
+    torch.testing.assert_close(win_probability(relative(target, draft), log_alpha, z), expected, rtol=1e-4, atol=1e-5)

@@ -152,7 +152,12 @@ def test_a_tight_tolerance_takes_the_targets_own_last_value(golden_mar):
 
 @pytest.mark.parametrize(
     "settings, sentence",
-    [(dict(lookahead=0), "lookahead 0 is below 1"), (dict(window=0), "window 0"), (dict(final_tolerance=-1.0), "final_tolerance -1.0")],
+    [
+        (dict(lookahead=0), "lookahead 0 is below 1"),
+        (dict(window=0), "window 0"),
+        (dict(taper=2.0), "taper 2.0"),
+        (dict(final_tolerance=-1.0), "final_tolerance -1.0"),
+    ],
 )
 def test_bad_settings_are_one_sentence(settings, sentence):
     with pytest.raises(ValueError, match=sentence):

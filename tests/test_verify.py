@@ -25,8 +25,8 @@ MATRIX = torch.tensor([[0.6, 0.3], [-0.4, 0.7]])
 
 def law(y, k, drafting, equal):
     """The chain, and a draft of it that is off in mean and, unless `equal`, in std."""
-    mean = torch.tanh(y @ MATRIX) + 0.3 * k + (0.25 * torch.sin(y) if drafting else 0.0)
-    log_std = -0.7 + 0.3 * torch.tanh(y.flip(-1)) + (0.15 * torch.cos(y) if drafting and not equal else 0.0)
+    mean = torch.tanh(y @ MATRIX) + 0.3 * k + (0.6 * torch.sin(y) if drafting else 0.0)
+    log_std = -0.7 + 0.3 * torch.tanh(y.flip(-1)) + (0.3 * torch.cos(y) if drafting and not equal else 0.0)
     return Gaussian(mean, log_std)
 
 

@@ -101,6 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--batch-size", type=int, default=1, help="images at a time in the timed runs (default: %(default)s)")
     bench.add_argument("--repeats", type=int, default=5, help="timed batches of each sampler, in turns (default: %(default)s)")
     bench.add_argument("--images", type=int, default=0, help="images of each sampler for the quality columns; 0: none (default)")
+    bench.add_argument("--only", nargs="+", metavar="TEXT", help="only samplers whose name holds one of these; sequential always runs")
     bench.add_argument("--num-iter", type=int, help="AR steps (default: the model's preset)")
     bench.add_argument("--num-inference-steps", type=int, help="denoising steps a token (default: the model's preset)")
     bench.add_argument("--guidance-scale", type=float, help="(default: the model's preset)")
@@ -293,6 +294,8 @@ def run_bench(args: argparse.Namespace) -> None:
     base = {name: value for name, value in given.items() if value is not None}
     own = {name: getattr(args, name) for name in ("lookahead", "window") if getattr(args, name) is not None}
     runs = bench.contenders(pipeline, base, own, args.batch_size)
+    if args.only:
+        runs = runs[:1] + [run for run in runs[1:] if any(text in run.name for text in args.only)]
     quality_batches = -(-args.images // 64)
     with tqdm(total=len(runs) * (args.repeats + 1) + (len(runs) + 1) * quality_batches, desc="bench", file=sys.stderr) as bar:
         bench.measure_speed(pipeline, runs, args.batch_size, args.repeats, args.seed, bar.update)

@@ -66,11 +66,12 @@ def test_every_contender_is_measured_in_turns(tiny_pipeline):
 
 def test_bench_writes_table_figures_and_plot(tiny_file, tmp_path, capsys):
     flags = ["--num-iter", "4", "--num-inference-steps", "5", "--repeats", "1", "--images", "20", "--out", str(tmp_path)]
-    assert main(["bench", "--model", str(tiny_file), *flags]) == 0
+    assert main(["bench", "--model", str(tiny_file), *flags, "--only", "block", "2 AR steps"]) == 0
     out = capsys.readouterr().out
     assert "lossless, block" in out and "Frechet" in out and "guidance 1, batch 1" in out
     runs = json.loads((tmp_path / "bench.json").read_text())["runs"]
-    assert runs[0]["name"] == "sequential" and all(0 < run["p_value"] <= 1 for run in runs)
+    assert [run["name"] for run in runs] == ["sequential", "sequential, 2 AR steps", "lossless, block"]
+    assert all(0 < run["p_value"] <= 1 for run in runs)
     assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")
 
 

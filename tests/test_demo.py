@@ -1,15 +1,23 @@
 """The shipped weights: they load as any checkpoint does, are small, and make images of their classes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from two_sample import largest_z, shared_noise, smallest_p
 
 import car_spec
 from car_spec import load_pipeline
+from car_spec.adapters.mar import MARAdapter
+from car_spec.engine import LosslessSampler, LosslessSettings
+from car_spec.eval.distances import energy_test, principal_components
 from car_spec.models.loading import load_mar, read_checkpoint
+from car_spec.models.mar import MAR
+from car_spec.sequential import sample_sequential
+from car_spec.trace import Trace
 
 FOLDER = Path(car_spec.__file__).parent / "demo"
 
@@ -102,3 +110,39 @@ def test_the_lossless_sampler_makes_the_demos_images_in_a_fraction_of_the_calls(
     assert output.images.isfinite().all()
     assert output.trace.sequential_calls < 64 * 101 / 8
     assert output.trace.fallbacks == output.trace.chain.fallbacks == 0 and output.trace.largest_gap <= 1e-3
+
+
+def corner(model: MAR, tokens: int) -> MAR:
+    """The trained network on its first tokens only: real weights, at a size that affords thousands of images."""
+    state = {
+        name: value[:, : value.shape[1] - model.config.num_tokens + tokens] if "pos_embed" in name else value
+        for name, value in model.state_dict().items()
+    }
+    small = MAR(replace(model.config, num_tokens=tokens))
+    small.load_state_dict(state)
+    return small.eval()
+
+
+@pytest.mark.parametrize("name, images", [("demo-draft", 1000), pytest.param("demo", 4000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
+@torch.no_grad()
+def test_the_engine_keeps_the_law_of_the_shipped_networks(name, images, guidance_scale):
+    tokens, denoising = 9, 8
+    model = corner(load_pipeline(name).model, tokens)
+    adapter = MARAdapter(model, num_inference_steps=denoising, clip_sample_range=4.0)
+    orders = torch.randperm(tokens, generator=torch.Generator().manual_seed(3)).expand(images, -1)
+    steps = adapter.ar_steps(orders, tokens, guidance_scale, "constant")
+    problem = (adapter, steps, model.class_vectors(torch.full((images,), 3), images), model.class_vectors(None, images))
+    noise, trace = shared_noise(images, 1), Trace(images)
+
+    def draw(positions):
+        return noise.normal(positions.shape[1], 8), noise.normal(positions.shape[1], denoising, 8)
+
+    expected = sample_sequential(*problem, draw)
+    ours = LosslessSampler(*problem, shared_noise(images, 2), LosslessSettings(lookahead=4, window=4), trace).sample()
+    assert trace.rounds.double().mean() < 0.9 * tokens and trace.fallbacks == 0  # it did speculate
+    mean, directions = principal_components(expected.flatten(1), 24)
+    ours, expected = ((x.flatten(1).double() - mean) @ directions for x in (ours, expected))
+    assert smallest_p(ours, expected) > 0.01
+    assert largest_z(ours, expected) < 5
+    assert energy_test(ours[:1000], expected[:1000]) > 0.01

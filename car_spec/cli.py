@@ -1,4 +1,7 @@
-"""The command line: `car-spec generate` and `car-spec info`. Plain results on stdout, progress and warnings on stderr."""
+"""The command line: generate, bench, ablate and info; evaluate and stats are in eval/cli.py.
+
+Plain results on stdout, progress and warnings on stderr.
+"""
 
 import argparse
 import importlib.util
@@ -14,6 +17,7 @@ import car_spec
 from car_spec.adapters.mar import GUIDANCE_SCHEDULES
 from car_spec.cspd import VARIANTS, CSpDSettings
 from car_spec.engine import DRAFTERS, LosslessSettings
+from car_spec.eval.cli import add_parsers as add_evaluation_parsers
 from car_spec.pipeline import DEFAULT_SAMPLER, LAWS, SAMPLERS, MARPipeline, load_pipeline
 from car_spec.runs import ImageSpec, RunError, RunFolder, generate_images, image_spec, sha256_of
 from car_spec.trace import report, summary
@@ -144,6 +148,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--out", type=Path, default=Path("outputs/ablate"), help="folder of the figures and the plot (default: %(default)s)"
     )
     ablate.set_defaults(run=run_ablate)
+
+    add_evaluation_parsers(commands)
 
     info = commands.add_parser("info", parents=[model], help="say what a checkpoint holds", description="Say what a checkpoint holds.")
     info.set_defaults(run=run_info)

@@ -4,6 +4,7 @@ Samplers hand over a vector an image and a null vector (`class_vectors`, `null_v
 they hold one number, the row of a prompt that the language model has read beforehand, so that all prefixes of a verification share it.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ class HarmonAdapter(MARAdapter):
         self.harmon, self.prompts = model, prompts
         self.positions = model.mar.position_tables(grid)
         self.num_tokens = self.positions.diffusion.shape[1]
+        check_room(model, self.num_tokens, prompts.mask.shape[1], f"the longest prompt has {prompts.mask.shape[1]} tokens")
 
     def conditions(self, tokens: torch.Tensor, mask: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
         """As MAR's; vectors (P, H, 1): the row of the prompt, and with guidance (H = 2) that of the unconditional prompt.
@@ -41,6 +43,12 @@ class HarmonAdapter(MARAdapter):
         encoded, mask = (x.repeat_interleave(halves, 0) for x in (encoded, mask))
         encoded = self.harmon.continue_prompts(encoded, mask, self.prompts, vectors.flatten())
         return self.model.forward_mae_decoder(encoded, mask, self.positions).unflatten(0, (-1, halves))
+
+
+def check_room(model: Harmon, num_tokens: int, length: int, what: str) -> None:
+    context, room = model.config.llm.max_position_embeddings, model.room(num_tokens)
+    if length > room:
+        raise ValueError(f"{what}, but the context of {context} leaves {room} beside an image of {num_tokens}")
 
 
 class Reading(NamedTuple):
@@ -56,18 +64,13 @@ def read_texts(model: Harmon, tokenizer: Any, texts: str | Sequence[str], grid: 
 
     Raises ValueError for a text that is empty or none, and for one that leaves no room for the image in the model's context.
     """
-    texts = [texts] if isinstance(texts, str) else list(texts)
-    check_prompts(texts)
+    texts = check_prompts(texts)
     different = list(dict.fromkeys(texts))
     ids = tokenize(tokenizer, [*(REQUEST.format(prompt=text) for text in different), NULL_REQUEST])
-    mar, context = model.config.mar, model.config.llm.max_position_embeddings
-    image = (grid[0] * grid[1] if grid else mar.num_tokens) + mar.buffer_size
-    for text, row in zip(different, ids):
-        if len(row) + image > context:
-            raise ValueError(
-                f"prompt {texts.index(text)} has {len(row)} tokens with its template, but the context of {context} "
-                f"leaves {context - image} beside the {image} of the image"
-            )
+    num_tokens = math.prod(grid) if grid else model.config.mar.num_tokens
+    for text, row in zip([*different, NULL_REQUEST], ids):
+        index = texts.index(text) if text in texts else "of guidance"
+        check_room(model, num_tokens, len(row), f"prompt {index} has {len(row)} tokens, its template included")
     device = model.mar.mask_token.device
     prompts = model.read_prompts(*(x.to(device) for x in pad_right(ids)))
     rows = torch.tensor([[different.index(text)] for text in texts], device=device)

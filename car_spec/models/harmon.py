@@ -126,6 +126,10 @@ class Harmon(nn.Module):
         self.renew_rotary_embeddings()
         return self
 
+    def room(self, num_tokens: int) -> int:
+        """How many tokens a prompt may have, template included, beside an image of so many."""
+        return self.config.llm.max_position_embeddings - num_tokens - self.config.mar.buffer_size
+
     def renew_rotary_embeddings(self) -> None:
         device = self.proj_in[0].weight.device
         for parent in list(self.llm.modules()):
@@ -211,14 +215,17 @@ def tokenize(tokenizer: Any, requests: Sequence[str]) -> list[list[int]]:
     return [tokenizer.encode(TEMPLATE.format(request=request)).ids for request in requests]
 
 
-def check_prompts(prompts: Sequence[Any]) -> None:
-    if not len(prompts):
+def check_prompts(prompts: Any) -> list[str]:
+    """One text, or a list of them -> the list; whatever else is one sentence."""
+    prompts = list(prompts) if isinstance(prompts, list | tuple) else [prompts]
+    if not prompts:
         raise ValueError("there is nothing to sample: prompts is empty")
     for i, prompt in enumerate(prompts):
         if not isinstance(prompt, str):
             raise ValueError(f"prompt {i} is of type {type(prompt).__name__}, not text")
         if not prompt.strip():
             raise ValueError(f"prompt {i} is empty")
+    return prompts
 
 
 def pad_right(ids: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -233,8 +240,7 @@ def pad_right(ids: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]
 
 def merge_checkpoints(tuned: Checkpoint, base: Checkpoint) -> Checkpoint:
     """A file that holds some of the parameters, over one that holds all."""
-    unknown = set(tuned.state) - set(base.state) - {LM_HEAD}
-    unknown = {name for name in unknown if not name.startswith("vae.")}
+    unknown = {name for name in set(tuned.state) - set(base.state) - {LM_HEAD} if not name.startswith("vae.")}
     if unknown:
         raise CheckpointError(f"{tuned.path} has {len(unknown)} parameters that --base {base.path} lacks: {', '.join(sorted(unknown)[:3])}")
     return Checkpoint(tuned.path, tuned.copy, base.state | tuned.state, base.metadata | tuned.metadata)
@@ -290,13 +296,18 @@ def qwen_values(folder: Path) -> dict[str, Any]:
     return next((section for section in sections if isinstance(section, dict) and "num_attention_heads" in section), {})
 
 
-def load_harmon(checkpoint: Checkpoint, *, num_heads: int | None = None) -> Harmon:
-    """The networks with the checkpoint's weights, on the CPU in their dtype (the widest of several). `vae.*` is left to `load_vae`."""
+def load_harmon(checkpoint: Checkpoint, *, base: Checkpoint | None = None, num_heads: int | None = None) -> Harmon:
+    """The networks with the checkpoint's weights, on the CPU in their dtype (the widest of several). `vae.*` is left to `load_vae`.
+
+    base: has what the checkpoint lacks, as files of Harmon's trainer may. A `config.json` beside the base (or the checkpoint) is read.
+    """
+    folder = (base or checkpoint).path.parent
+    checkpoint = merge_checkpoints(checkpoint, base) if base else checkpoint
     kind = identify(checkpoint.state)
     if kind != "harmon":
         found = f"a {kind} checkpoint" if kind else f"no known model: 0 of its {len(checkpoint.state)} keys matched Harmon's"
         raise CheckpointError(f"{checkpoint.path} holds {found}, where a Harmon checkpoint is expected")
-    config = infer_harmon_config(checkpoint, num_heads, qwen_values(checkpoint.path.parent))
+    config = infer_harmon_config(checkpoint, num_heads, qwen_values(folder))
     state = {name: value for name, value in checkpoint.state.items() if not name.startswith("vae.")}
     state[LM_HEAD] = state[EMBEDDING]  # tied, so a file may leave it out; sampling an image never uses it
     with torch.device("meta"):

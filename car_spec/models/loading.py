@@ -104,8 +104,8 @@ def read_checkpoint(path: Path, weights: str | None = None) -> Checkpoint:
 
 def _read_shards(index: Path, weights: str | None) -> Checkpoint:
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError):
+        names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{index} is no index of a checkpoint: it has no weight_map") from None
     state: dict[str, torch.Tensor] = {}
     for name in names:

@@ -88,8 +88,10 @@ class MAR(nn.Module):
         """The tables as learned, or resized to a grid of (rows, columns): bilinear between the centres of tokens; buffer rows stay."""
         tables = (self.encoder_pos_embed_learned, self.decoder_pos_embed_learned, self.diffusion_pos_embed_learned)
         side, size = math.isqrt(self.config.num_tokens), self.config.buffer_size
-        if grid in (None, (side, side)):
+        if grid is None or grid == (side, side):
             return PositionTables(*tables)
+        if min(grid) < 1:
+            raise ValueError(f"grid {grid[0]}x{grid[1]} has no tokens")
         buffers = (tables[0][:, :size], tables[1][:, :size], tables[2][:, :0])
         images = [table[:, -side * side :].unflatten(1, (side, side)).permute(0, 3, 1, 2) for table in tables]  # (1, W, side, side)
         resized = [F.interpolate(x.float(), grid, mode="bilinear").to(x.dtype).flatten(2).mT for x in images]  # (1, N, W)

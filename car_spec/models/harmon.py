@@ -77,8 +77,8 @@ class Prompts:
 def rollback(cache: Any, keep: int) -> None:
     """Cut a DynamicCache back to its first `keep` tokens.
 
-    Older releases of transformers take the length to keep, newer ones refuse it. All take the surplus as a negative number, and do
-    nothing at 0 or take it for the length, so that case never reaches them.
+    Older releases of transformers take the length to keep, and newer ones refuse it; all take minus the number of tokens to drop. 0 would
+    drop everything in the older and nothing in the newer ones, so it never reaches them.
     """
     surplus = cache.get_seq_length() - keep
     if surplus:
@@ -120,7 +120,7 @@ class Harmon(nn.Module):
 
     def _apply(self, fn, recurse=True):
         """Every move or cast of the module comes through here. The frequencies of the rotary embedding are computed anew after it: cast to
-        bfloat16, they would turn position 300 by a whole radian, and on the meta device they have no values.
+        bfloat16, they would be off by a radian at position 1000, and on the meta device they have no values.
         """
         super()._apply(fn, recurse)
         self.renew_rotary_embeddings()

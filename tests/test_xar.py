@@ -1,0 +1,251 @@
+"""xAR: the network and its sampler against numbers of the release, and lossless sampling of whole images."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import GOLDEN, golden, golden_json, golden_keys, golden_state
+from safetensors.torch import save_file
+
+from car_spec.adapters.xar import XARAdapter, flow_schedule, guidance_of_cells, sample_cells
+from car_spec.chain import sample_chain
+from car_spec.models.loading import METADATA_KEY, Checkpoint, CheckpointError, infer_xar_config, load_xar, read_checkpoint
+from car_spec.models.xar import XAR, XARConfig, cell_order, from_cells, rotary_table, rotate, to_cells
+
+NETWORK = dict(atol=2e-5, rtol=0)  # one float32 pass, another order of operations
+GOLDEN_CONFIG = XARConfig(
+    num_tokens=256,
+    token_dim=16,
+    num_classes=1000,
+    width=32,
+    encoder_depth=1,
+    decoder_depth=1,
+    num_heads=2,
+    mlp_hidden=85,
+)
+TINY = XARConfig(num_tokens=16, token_dim=2, num_classes=5, width=16, encoder_depth=1, decoder_depth=1, num_heads=2, mlp_hidden=24)
+
+
+@pytest.fixture(scope="module")
+def numbers():
+    return golden("xar_tiny")
+
+
+@pytest.fixture(scope="module")
+def golden_xar():
+    return load_xar(Checkpoint(GOLDEN / "xar_tiny.safetensors", "flat", golden_state("xar_tiny")))
+
+
+def test_cells_have_the_order_of_the_release(numbers):
+    order = cell_order(256, 4)
+    assert torch.equal(torch.stack([order // 16, order % 16], 1), numbers["order/row_col"])
+    assert torch.equal(to_cells(numbers["order/latent"], 4).flatten(1, 2), numbers["order/tokens"])
+    assert torch.equal(from_cells(numbers["order/tokens"].unflatten(1, (4, 64))), numbers["order/latent"])
+
+
+def test_rotary_embedding_reproduces_the_release(numbers):
+    x = numbers["piece/rope_in"]
+    torch.testing.assert_close(rotate(x, *rotary_table(cell_order(256, 4), 16, 16)), numbers["piece/rope_out"], **NETWORK)
+
+
+def test_time_embedding_reproduces_the_release(golden_xar, numbers):
+    torch.testing.assert_close(golden_xar.time_embed(numbers["piece/t"]), numbers["piece/t_emb"], **NETWORK)
+
+
+def test_block_reproduces_the_release(golden_xar, numbers):
+    x = numbers["piece/block_x"].unflatten(1, (2, 64))
+    condition = numbers["piece/block_cond"].unflatten(0, (2, 2)).transpose(0, 1)  # (row, cell, W)
+    mask = torch.arange(128)[:, None] // 64 >= torch.arange(128) // 64
+    out, _, _ = golden_xar.encoder_blocks[0](x, condition, rotary_table(cell_order(256, 4)[:128], 16, 16), mask=mask)
+    torch.testing.assert_close(out.flatten(1, 2), numbers["piece/block_out"], **NETWORK)
+
+
+def test_calls_and_their_cache_reproduce_the_release(golden_xar, numbers):
+    """The first call of a cell also takes in the finished cell before it, at time 0; later calls leave the cache alone."""
+    labels, cache = numbers["call/labels"], None
+    for c in range(4):
+        first = numbers[f"call/cell{c}/first_in"].unflatten(1, (-1, 64))
+        times = torch.tensor([[1.0], [0.0, 1.0]][c > 0]).expand(2, -1)
+        out, cache = golden_xar.velocity(first, golden_xar.conditions(labels, times), cache, keep=int(c > 0))
+        torch.testing.assert_close(out[:, -1], numbers[f"call/cell{c}/first_out"], **NETWORK)
+        later = numbers[f"call/cell{c}/later_in"][:, None]
+        out, same = golden_xar.velocity(later, golden_xar.conditions(labels, torch.full((2, 1), 0.68)), cache)
+        torch.testing.assert_close(out[:, 0], numbers[f"call/cell{c}/later_out"], **NETWORK)
+        assert same is cache and (cache is None or cache.num_tokens == 64 * c)
+        for name, block, kind in (("encoder0_k", 0, "keys"), ("encoder0_v", 0, "values"), ("decoder0_k", 1, "keys")):
+            if f"call/cell{c}/cache_{name}" in numbers:
+                torch.testing.assert_close(getattr(cache, kind)[block], numbers[f"call/cell{c}/cache_{name}"], **NETWORK)
+
+
+# --- sampler
+
+
+def recorded_sampler(numbers, num_steps, states=None):
+    """Samples cell after cell from the recorded noise; `states` collects (K, B, D) of each cell: before each step, then the end."""
+    initial = numbers["sample/init_noise"].flatten(2)  # (cells, B, D)
+    noise = numbers["sample/step_noise"][:, : num_steps - 1].flatten(3).flip(1)  # index k - 1 is used at step k
+    cells = iter(range(len(initial)))
+
+    def sample(chain, _draft):
+        c = next(cells)
+        y = sample_chain(chain, initial[c], torch.nn.functional.pad(noise[c], (0, 0, 0, 0, 1, 0)).transpose(0, 1))
+        if states is not None:
+            states.append(y)
+        return y
+
+    return sample
+
+
+@pytest.mark.parametrize("num_steps", [4, 6, 40, 50])
+def test_grid_of_times_equals_the_release(golden_xar, numbers, num_steps):
+    schedule = flow_schedule(num_steps)
+    torch.testing.assert_close(schedule.times.flip(0), numbers[f"grid/{num_steps}/t"][:-1], rtol=1e-12, atol=0)
+    integers = (schedule.times.flip(0).float() * 1000).long()
+    assert torch.equal(integers, numbers[f"grid/{num_steps}/t_int"])
+
+
+@pytest.mark.parametrize("name", ["steps4_cfg1", "steps4_cfg2", "steps6_cfg1", "steps6_cfg2"])
+def test_sequential_sampler_reproduces_the_recorded_runs(golden_xar, numbers, name):
+    run = golden_json("xar_tiny")["runs"][name]
+    assert guidance_of_cells(run["cfg"], 4) == pytest.approx(run["cell_cfg"])
+    states: list[torch.Tensor] = []
+    adapter = XARAdapter(golden_xar, num_inference_steps=run["num_steps"])
+    cells = sample_cells(adapter, numbers["sample/labels"], run["cfg"], recorded_sampler(numbers, run["num_steps"], states))
+    torch.testing.assert_close(from_cells(cells), numbers[f"sample/{name}/latent"], **NETWORK)
+    if name == "steps4_cfg2":
+        for c in range(4):
+            torch.testing.assert_close(states[c].view(2, 64, 16), numbers[f"sample/{name}/states"][c, -1], **NETWORK)
+
+
+@pytest.mark.parametrize("mistake", ["no drift correction", "last step to the clean sample", "constant guidance", "context at time 1"])
+def test_recorded_run_notices_a_wrong_sampler(golden_xar, numbers, monkeypatch, mistake):
+    adapter = XARAdapter(golden_xar, num_inference_steps=6)
+    if mistake == "no drift correction":  # the drift of the noiseless flow, v alone
+        t, dt = adapter.schedule.times, -0.5 * (1 - adapter.schedule.decay) * adapter.schedule.times
+        adapter.columns[:, 1], adapter.columns[:, 2] = (1 + dt / t).float(), (-dt / t).float()
+    elif mistake == "last step to the clean sample":
+        adapter.columns[0, 1:3] = torch.tensor([0.0, 1.0])
+    elif mistake == "constant guidance":
+        monkeypatch.setattr("car_spec.adapters.xar.guidance_of_cells", lambda scale, cells: [1.0] + [scale] * (cells - 1))
+    else:
+        conditions = golden_xar.conditions
+        monkeypatch.setattr(golden_xar, "conditions", lambda labels, times: conditions(labels, times + 1))
+    cells = sample_cells(adapter, numbers["sample/labels"], 2.0, recorded_sampler(numbers, 6))
+    assert (from_cells(cells) - numbers["sample/steps6_cfg2/latent"]).abs().max() > 100 * NETWORK["atol"]
+
+
+# --- checkpoints
+
+
+@pytest.mark.parametrize("name", ["xar_base", "xar_large", "xar_huge"])
+def test_full_size_xar_has_the_names_and_shapes_of_the_release(name, tmp_path):
+    keys = golden_keys(name)
+    state = {key: torch.empty(shape, device="meta") for key, shape in keys.items()}
+    with torch.device("meta"):
+        model = XAR(infer_xar_config(Checkpoint(tmp_path, "flat", state)))
+    assert {key: tuple(value.shape) for key, value in model.state_dict().items()} == keys
+
+
+def test_golden_weights_have_the_architecture_that_is_inferred(golden_xar):
+    assert golden_xar.config == GOLDEN_CONFIG
+
+
+def test_buffers_of_a_file_are_never_used(golden_xar, numbers, tmp_path):
+    state = golden_state("xar_tiny")
+    for name in state:
+        if name == "mask" or ".rope." in name:
+            state[name] = torch.full_like(state[name], float("nan"))
+    torch.save(state, tmp_path / "xAR-T.pth")
+    model = load_xar(read_checkpoint(tmp_path / "xAR-T.pth"))
+    assert model.config == GOLDEN_CONFIG and set(model.state_dict()) == {n for n in state if n != "mask" and ".rope." not in n}
+    x, labels = numbers["call/cell0/first_in"][:, None], numbers["call/labels"]
+    run = lambda model: model.velocity(x, model.conditions(labels, torch.ones(2, 1)))[0]
+    assert torch.equal(run(model), run(golden_xar))
+
+
+@pytest.mark.parametrize("num_cells", [4, 16])
+def test_cells_come_from_the_mask_or_the_files_own_header(tmp_path, num_cells):
+    config = replace(TINY, num_tokens=64, num_cells=num_cells)
+    state = XAR(config).state_dict()
+    save_file(state, tmp_path / "a.safetensors", {METADATA_KEY: json.dumps(dict(num_heads=2, num_cells=num_cells))})
+    assert load_xar(read_checkpoint(tmp_path / "a.safetensors")).config == config
+    cell = torch.arange(64) // config.tokens_per_cell
+    state["mask"] = torch.zeros(1, 1, 64, 64).masked_fill(cell[:, None] < cell, -torch.inf)
+    state["encoder_blocks.0.attn.rope.freqs_cos"] = torch.zeros(64, 8)
+    assert infer_xar_config(Checkpoint(tmp_path, "flat", state)) == config
+
+
+@pytest.mark.parametrize(
+    "change, arguments, sentence",
+    [
+        (dict(), dict(num_heads=4), "--num-heads 4: .* has rotary tables for 2 heads"),
+        (dict(), dict(encoder_depth=2), "encoder_depth 2 was asked for, but .* holds encoder_depth 1"),
+        ({"pred.weight": None}, dict(), "holds no known model: 0 of its .* keys matched xAR's"),
+        ({"z_proj.bias": None}, dict(), "it lacks 1: z_proj.bias"),
+    ],
+)
+def test_a_wrong_checkpoint_is_one_sentence(tmp_path, change, arguments, sentence):
+    state = {name: value for name, value in (golden_state("xar_tiny") | change).items() if value is not None}
+    with pytest.raises(CheckpointError, match=sentence):
+        load_xar(Checkpoint(tmp_path / "x.pth", "flat", state), **arguments)
+
+
+# --- states that share a cache
+
+
+@pytest.fixture(scope="module")
+def tiny_xar():
+    """4 cells of 4 tokens of 2 channels; every layer acts."""
+    generator = torch.Generator().manual_seed(0)
+    model = XAR(TINY)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.25
+    return model.eval().requires_grad_(False)
+
+
+def cached(adapter, labels, cells, seed=3):
+    """The cache after `cells` cells of noise (H B rows), H = 2."""
+    g, cache = torch.Generator().manual_seed(seed), None
+    for _ in range(cells):
+        cache = adapter.extend(torch.randn(len(labels) // 2, adapter.cell_dim, generator=g), labels, cache)
+    return cache
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize("cells", [0, 2])
+def test_states_that_share_a_cache_say_what_each_says_alone(tiny_xar, scale, cells):
+    adapter = XARAdapter(tiny_xar, num_inference_steps=5)
+    labels = adapter.with_null_rows(torch.tensor([0, 1, 2]), 3.0)
+    cache = cached(adapter, labels, cells)
+    chain = adapter.chain(labels, cache, 3, scale)
+    rows, k = torch.tensor([0, 0, 0, 2, 2]), torch.tensor([4, 0, 2, 3, 3])  # unequal counts, and a row that has none
+    y = torch.randn(5, adapter.cell_dim, generator=torch.Generator().manual_seed(1))
+    together = chain(y, k, rows)
+    for i in range(5):
+        alone = adapter.chain(labels, cache, 3, scale)(y[i].expand(3, -1), int(k[i]))
+        torch.testing.assert_close(together.mean[i], alone.mean[rows[i]], **NETWORK)
+        torch.testing.assert_close(together.log_std[i], alone.log_std[rows[i]])
+
+
+def test_a_call_leaves_the_cache_alone_and_copies_it_once_a_row_at_most(tiny_xar, monkeypatch):
+    adapter = XARAdapter(tiny_xar, num_inference_steps=5)
+    labels = adapter.with_null_rows(torch.tensor([0, 1]), 3.0)
+    cache = cached(adapter, labels, 2)
+    before = [keys.clone() for keys in cache.keys]
+    seen = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", lambda q, k, v, **kw: seen.append(k.shape) or attention(q, k, v, **kw)
+    )
+    rows = torch.arange(2).repeat_interleave(6)
+    adapter.chain(labels, cache, 2, 3.0).predict(torch.zeros(12, adapter.cell_dim), torch.zeros(12, dtype=torch.int64), rows)
+    assert all(torch.equal(a, b) for a, b in zip(before, cache.keys))
+    own, count = TINY.tokens_per_cell, len(labels)
+    assert set(seen) == {(count, TINY.num_heads, 2 * own + 6 * own, TINY.width // TINY.num_heads)}
+
+
+def test_owner_goes_with_one_cell(tiny_xar):
+    x, conditions = torch.zeros(2, 2, 4, 2), torch.zeros(2, 2, 16)
+    with pytest.raises(ValueError, match="owner goes with one cell, but x holds 2"):
+        tiny_xar.velocity(x, conditions, owner=torch.tensor([0, 0]))

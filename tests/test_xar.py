@@ -7,11 +7,18 @@ import pytest
 import torch
 from conftest import GOLDEN, golden, golden_json, golden_keys, golden_state
 from safetensors.torch import save_file
+from two_sample import largest_z, shared_noise, smallest_p
 
-from car_spec.adapters.xar import XARAdapter, flow_schedule, guidance_of_cells, sample_cells
+import car_spec.asd
+from car_spec.adapters.xar import XARAdapter, flow_schedule, guidance_of_cells
+from car_spec.asd import NonFiniteError
+from car_spec.cells import CellSettings, lossless, sample_cells, sequential
 from car_spec.chain import sample_chain
+from car_spec.eval.distances import energy_test
 from car_spec.models.loading import METADATA_KEY, Checkpoint, CheckpointError, infer_xar_config, load_xar, read_checkpoint
 from car_spec.models.xar import XAR, XARConfig, cell_order, from_cells, rotary_table, rotate, to_cells
+from car_spec.noise import Noise
+from car_spec.trace import Trace
 
 NETWORK = dict(atol=2e-5, rtol=0)  # one float32 pass, another order of operations
 GOLDEN_CONFIG = XARConfig(
@@ -121,13 +128,16 @@ def test_sequential_sampler_reproduces_the_recorded_runs(golden_xar, numbers, na
 @pytest.mark.parametrize("mistake", ["no drift correction", "last step to the clean sample", "constant guidance", "context at time 1"])
 def test_recorded_run_notices_a_wrong_sampler(golden_xar, numbers, monkeypatch, mistake):
     adapter = XARAdapter(golden_xar, num_inference_steps=6)
+    of_state, of_velocity, *_ = adapter.columns.T  # the velocity is (of_state x - centre) / of_velocity
+    times = adapter.schedule.times.float()
     if mistake == "no drift correction":  # the drift of the noiseless flow, v alone
-        t, dt = adapter.schedule.times, -0.5 * (1 - adapter.schedule.decay) * adapter.schedule.times
-        adapter.columns[:, 1], adapter.columns[:, 2] = (1 + dt / t).float(), (-dt / t).float()
+        dt = times - times.roll(1)
+        dt[0] = times[0]
+        adapter.columns[:, 2], adapter.columns[:, 3] = 1 - dt * of_state / of_velocity, dt / of_velocity
     elif mistake == "last step to the clean sample":
-        adapter.columns[0, 1:3] = torch.tensor([0.0, 1.0])
+        adapter.columns[0, 2], adapter.columns[0, 3] = (1 - times * of_state / of_velocity)[0], (times / of_velocity)[0]
     elif mistake == "constant guidance":
-        monkeypatch.setattr("car_spec.adapters.xar.guidance_of_cells", lambda scale, cells: [1.0] + [scale] * (cells - 1))
+        monkeypatch.setattr("car_spec.cells.guidance_of_cells", lambda scale, cells: [1.0] + [scale] * (cells - 1))
     else:
         conditions = golden_xar.conditions
         monkeypatch.setattr(golden_xar, "conditions", lambda labels, times: conditions(labels, times + 1))
@@ -200,7 +210,7 @@ def tiny_xar():
     generator = torch.Generator().manual_seed(0)
     model = XAR(TINY)
     for parameter in model.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.25
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.4
     return model.eval().requires_grad_(False)
 
 
@@ -249,3 +259,92 @@ def test_owner_goes_with_one_cell(tiny_xar):
     x, conditions = torch.zeros(2, 2, 4, 2), torch.zeros(2, 2, 16)
     with pytest.raises(ValueError, match="owner goes with one cell, but x holds 2"):
         tiny_xar.velocity(x, conditions, owner=torch.tensor([0, 0]))
+
+
+# --- lossless sampling of whole images
+
+COUNT, STEPS = 4_000, 6
+
+
+@pytest.fixture(scope="module")
+def tiny_draft():
+    generator = torch.Generator().manual_seed(5)
+    model = XAR(replace(TINY, width=8, mlp_hidden=8))
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
+    return model.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def law(tiny_xar):
+    """-> guidance scale, sequential images of one class (COUNT, cells, T, C)."""
+    adapter = XARAdapter(tiny_xar, num_inference_steps=STEPS)
+    return 3.0, sample_cells(adapter, torch.full((COUNT,), 2), 3.0, sequential(shared_noise(COUNT, 1)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        CellSettings(window=4),
+        CellSettings(window=50),
+        CellSettings(window=4, taper=0.5, drafter="frozen"),
+        CellSettings(window=3, token_wise=True),
+        CellSettings(window=3, drafter="model"),
+    ],
+    ids=["free", "free, whole chain", "frozen, tapered", "token-wise", "draft model"],
+)
+def test_lossless_images_have_the_sequential_law(tiny_xar, tiny_draft, law, settings):
+    scale, expected = law
+    adapter, trace = XARAdapter(tiny_xar, num_inference_steps=STEPS), Trace(COUNT)
+    draft = XARAdapter(tiny_draft, num_inference_steps=STEPS) if settings.drafter == "model" else None
+    sampler = lossless(shared_noise(COUNT, 2), settings, trace)
+    images = sample_cells(adapter, torch.full((COUNT,), 2), scale, sampler, draft, trace)
+    assert smallest_p(images, expected) > 0.01
+    assert largest_z(images, expected) < 4.5  # of 528 moments
+    assert energy_test(images[:1000].flatten(1), expected[:1000].flatten(1)) > 0.01
+    assert trace.backbone_calls == 3 and trace.fallbacks == 0
+    assert 0 < sum(trace.chain.accepted) < 0.9 * COUNT * 4 * (STEPS - 1)  # drafts are neither hopeless nor perfect
+
+
+def test_a_lenient_verification_is_noticed(tiny_xar, law, monkeypatch):
+    scale, expected = law
+    verify = car_spec.asd.verify_block_equal_std
+    monkeypatch.setattr("car_spec.asd.verify_block_equal_std", lambda log_ratios, *rest: verify(log_ratios / 4, *rest))
+    adapter = XARAdapter(tiny_xar, num_inference_steps=STEPS)
+    images = sample_cells(adapter, torch.full((COUNT,), 2), scale, lossless(shared_noise(COUNT, 2), CellSettings(window=4)))
+    assert smallest_p(images, expected) < 1e-4
+
+
+@pytest.mark.parametrize("drafter", ["free", "frozen", "model"])
+def test_image_of_a_batch_equals_its_own_run(tiny_xar, tiny_draft, drafter):
+    adapter = XARAdapter(tiny_xar, num_inference_steps=9)
+    draft = XARAdapter(tiny_draft, num_inference_steps=9) if drafter == "model" else None
+
+    def run(ids):
+        noise = Noise([torch.Generator().manual_seed(i) for i in ids])
+        return sample_cells(adapter, torch.tensor(ids) % 5, 2.0, lossless(noise, CellSettings(drafter=drafter)), draft)
+
+    together = run([3, 4, 5, 6])
+    for i, image in enumerate(together):
+        torch.testing.assert_close(run([3 + i])[0], image, atol=1e-4, rtol=0)
+
+
+def test_a_nan_stops_and_names_the_image(tiny_xar):
+    class Broken(XARAdapter):
+        def extend(self, cell, labels, cache):
+            return super().extend(cell.index_fill(0, torch.tensor([1]), float("nan")), labels, cache)
+
+    noise = Noise([torch.Generator().manual_seed(i) for i in range(3)])
+    with pytest.raises(NonFiniteError) as caught:
+        sample_cells(Broken(tiny_xar, num_inference_steps=4), torch.tensor([0, 1, 2]), 2.0, lossless(noise))
+    assert caught.value.rows.tolist() == [1]
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3, 2.0])
+def test_what_is_reused_leaves_the_transition_as_it_is(spread):
+    schedule, plain = flow_schedule(12, spread), flow_schedule(12, 0.0)
+    x, v = torch.randn(2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mean = lambda s: s.decay * x + s.gain * (s.of_state * x - s.of_velocity * v)
+    torch.testing.assert_close(mean(schedule), mean(plain), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(plain.of_state * x - plain.of_velocity * v, x - plain.times * v)
+    assert torch.equal(schedule.log_std, plain.log_std)

@@ -1,21 +1,20 @@
-"""xAR behind the samplers: the chain of a cell, the guidance of each cell, and whole images cell after cell.
+"""xAR behind the samplers: the chain of a cell, and the guidance of each cell.
 
 A row is a cell: its state is the T tokens of the cell, flattened to D = T x channels numbers. The sampler is Euler-Maruyama on a
 fixed grid of times, so the std of every transition is known beforehand and the same for draft and target.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from car_spec.asd import PredictiveChain
 from car_spec.chain import Prediction
 from car_spec.gaussian import Gaussian
 from car_spec.models.xar import XAR, Cache
 
 LAST_TIME = 0.04  # the last transition leads from here to 0 and has no noise
+SPREAD = 0.3  # in latent stds; see `FlowSchedule`
 
 
 @dataclass(frozen=True)
@@ -23,13 +22,18 @@ class FlowSchedule:
     """Coefficients of every transition, float64 on the host; index k leads from time t_k to t_{k-1}, and 0 to the clean sample.
 
     Of x_t = (1 - t) clean + t noise with diffusion coefficient 2 t, backwards in time (Ren et al. 2025): with velocity v and
-    dt = t_{k-1} - t_k < 0, mean = x + ((2 - t) v + x) dt and std = sqrt(2 t |dt|). In the clean sample x - t v that the velocity
-    implies, mean = decay x + gain (x - t v).
+    dt = t_{k-1} - t_k < 0, mean = x + ((2 - t) v + x) dt and std = sqrt(2 t |dt|).
+
+    What the network says at one state is re-used at the next as a `centre`. If clean samples had, given all that is known, mean c and
+    std s, the best guess of the clean sample would be x - t v = c + share (x - (1 - t) c) with share = s^2 (1 - t) / (s^2 (1 - t)^2 + t^2):
+    it follows the state, c does not. Any s leaves the transition as it is and concerns drafts only; s = 0 re-uses the clean sample itself.
     """
 
     times: torch.Tensor  # (K,)
-    decay: torch.Tensor  # (K,) 1 + 2 dt / t
-    gain: torch.Tensor  # (K,) (2 - t) |dt| / t
+    of_state: torch.Tensor  # (K,) centre = of_state x - of_velocity v
+    of_velocity: torch.Tensor  # (K,)
+    decay: torch.Tensor  # (K,) mean = decay x + gain centre
+    gain: torch.Tensor  # (K,)
     log_std: torch.Tensor  # (K,), -inf at k = 0
 
     @property
@@ -37,15 +41,18 @@ class FlowSchedule:
         return len(self.times)
 
 
-def flow_schedule(num_steps: int) -> FlowSchedule:
+def flow_schedule(num_steps: int, spread: float = SPREAD) -> FlowSchedule:
     """The grid of `num_steps` (2 or more) times from 1 down to LAST_TIME, evenly spaced."""
     if num_steps < 2:
         raise ValueError(f"num_inference_steps {num_steps} is below 2")
     times = torch.linspace(1.0, LAST_TIME, num_steps, dtype=torch.float64).flip(0)
     dt = torch.cat([-times[:1], times[:-1] - times[1:]])
+    share = spread**2 * (1 - times) / (spread**2 * (1 - times) ** 2 + times**2)
+    of_state, of_velocity = (1 - share) / (1 - share * (1 - times)), times / (1 - share * (1 - times))
     log_std = 0.5 * (2 * times * -dt).log()
     log_std[0] = -math.inf
-    return FlowSchedule(times, 1 + 2 * dt / times, (2 - times) * -dt / times, log_std)
+    per_velocity = (2 - times) * dt / of_velocity  # the velocity is (of_state x - centre) / of_velocity
+    return FlowSchedule(times, of_state, of_velocity, 1 + dt + per_velocity * of_state, -per_velocity, log_std)
 
 
 def guidance_of_cells(guidance_scale: float, num_cells: int) -> list[float]:
@@ -64,8 +71,13 @@ class XARAdapter:
         weight = model.z_proj.weight
         self.dtype, self.device = weight.dtype, weight.device
         self.time = model.embed_times(self.schedule.times.float().to(weight.device))  # (K, W)
-        columns = (self.schedule.times, self.schedule.decay, self.schedule.gain, self.schedule.log_std)
-        self.columns = torch.stack(columns, 1).float().to(weight.device)  # (K, 4)
+        s = self.schedule
+        columns = torch.stack([s.of_state, s.of_velocity, s.decay, s.gain, s.log_std], 1)
+        self.columns = columns.float().to(weight.device)  # (K, 5)
+
+    def coefficients(self, k: int | torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """of_state, of_velocity, decay, gain and log_std at k, each (*k.shape, 1)."""
+        return self.columns[k].split(1, -1)
 
     def with_null_rows(self, labels: torch.Tensor, guidance_scale: float) -> torch.Tensor:
         """Labels (B,) -> (H B,), H = 2 where some cell is guided. Scale 1 never doubles the batch."""
@@ -97,8 +109,8 @@ class CellChain:
         self.adapter, self.class_vectors, self.cache, self.scale = adapter, class_vectors, cache, guidance_scale
         self.guided = guidance_scale > 1
         self.num_rows = len(class_vectors) // (2 if self.guided else 1)
-        self.num_steps = adapter.schedule.num_steps
-        self.decay = adapter.columns[:, 1]
+        self.num_steps, self.dim = adapter.schedule.num_steps, adapter.cell_dim
+        self.decay = adapter.columns[:, 2]
 
     def predict(self, y: torch.Tensor, k: int | torch.Tensor, rows: torch.Tensor | None = None) -> Prediction:
         """One network call at y = y_{k+1} (M, D); several states of a row share its part of the cache."""
@@ -116,36 +128,14 @@ class CellChain:
         if self.guided:
             v, v_null = v.chunk(2)
             v = v_null + self.scale * (v - v_null)
-        return Prediction(y - adapter.columns[k, 0, None] * v, y.new_zeros(len(y), 0))  # the std is known: nothing of it to re-use
+        of_state, of_velocity, *_ = adapter.coefficients(k)
+        return Prediction(of_state * y - of_velocity * v, y.new_zeros(len(y), 0))  # the std is known: nothing of it to re-use
 
     def transition(self, prediction: Prediction, y: torch.Tensor, k: int | torch.Tensor) -> Gaussian:
-        """The law of y_k given y = y_{k+1} (M, D) and the clean sample that is predicted, or re-used."""
-        _, decay, gain, log_std = self.adapter.columns[k][..., None].unbind(-2)  # (*k.shape, 1) each
+        """The law of y_k given y = y_{k+1} (M, D) and a prediction (its x_0 is the centre), new or re-used."""
+        *_, decay, gain, log_std = self.adapter.coefficients(k)
         mean = decay * y + gain * prediction.x_0
         return Gaussian(mean, log_std.expand_as(mean))
 
     def __call__(self, y: torch.Tensor, k: int | torch.Tensor, rows: torch.Tensor | None = None) -> Gaussian:
         return self.transition(self.predict(y, k, rows), y, k)
-
-
-# (chain of the cell, the draft network's chain of the same cell or None) -> its clean sample (B, D)
-CellSampler = Callable[[CellChain, PredictiveChain | None], torch.Tensor]
-
-
-def sample_cells(
-    adapter: XARAdapter, labels: torch.Tensor, guidance_scale: float, sample: CellSampler, draft: XARAdapter | None = None
-) -> torch.Tensor:
-    """Labels (B,) -> images as cells (B, cells, T, channels) float32, each cell by `sample` given those before it.
-
-    draft: a network of the same cells that is handed to `sample` with a cache of its own.
-    """
-    networks = [adapter] if draft is None else [adapter, draft]
-    rows = [network.with_null_rows(labels, guidance_scale) for network in networks]
-    caches: list[Cache | None] = [None for _ in networks]
-    cells: list[torch.Tensor] = []
-    for scale in guidance_of_cells(guidance_scale, adapter.num_cells):
-        if cells:
-            caches = [network.extend(cells[-1], own, cache) for network, own, cache in zip(networks, rows, caches)]
-        chains = [network.chain(own, cache, len(labels), scale) for network, own, cache in zip(networks, rows, caches)]
-        cells.append(sample(chains[0], chains[1] if draft is not None else None))
-    return torch.stack(cells, 1).unflatten(2, adapter.cell_shape)

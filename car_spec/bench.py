@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from car_spec.cspd import VARIANTS
 from car_spec.engine import LosslessSettings
 from car_spec.eval.distances import energy_test, frechet_distance, principal_components
 from car_spec.pipeline import MARPipeline, image_seed, synchronise
@@ -38,7 +39,7 @@ class Contender:
 
 
 def contenders(pipeline: MARPipeline, base: dict[str, Any], lossless: dict[str, Any], batch_size: int) -> list[Contender]:
-    """Sequential first; its cheaper versions, which change the law; then the lossless ones, which do not, the tuned one last."""
+    """Sequential first; its cheaper versions, which change the law; the lossless ones, which do not; CSpD where there is a draft model."""
     base = base | {"sampler": "sequential"}
     whole = pipeline.settings(**base)
     num_iter, num_steps = whole["num_iter"], whole["num_inference_steps"]
@@ -55,6 +56,8 @@ def contenders(pipeline: MARPipeline, base: dict[str, Any], lossless: dict[str, 
     tuned = pipeline.tune(batch_size, pipeline.settings(**(base | {"sampler": "lossless", "lookahead": "auto"})))
     choice = "sequential" if tuned["sampler"] == "sequential" else f"lookahead {tuned['lookahead']}, window {tuned['window']}"
     out.append(Contender(f"lossless, auto: {choice}", tuned))
+    if pipeline.draft is not None:
+        out += [Contender(f"CSpD (approximate), {name}", base | {"sampler": "cspd", "variant": name}) for name in VARIANTS]
     for run in out:
         pipeline.settings(**run.settings)  # refuses a bad value before the long work
     return out

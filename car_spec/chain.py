@@ -179,12 +179,17 @@ class DiffusionChain:
 
     def transition(self, prediction: Prediction, y: torch.Tensor, k: Steps) -> Gaussian:
         """The affine map of step k applied to a prediction: the law of y_k given y = y_{k+1} (M, D)."""
-        _, _, coef1, coef2, low, spread = self.head.coefficients(k)
+        _, _, coef1, coef2, *_ = self.head.coefficients(k)
         mean = coef1 * prediction.x_0 + coef2 * y
-        log_std = low + spread * prediction.fraction + self.log_temperature
+        log_std = self.learned_log_std(prediction, k) + self.log_temperature
         if isinstance(k, int):
             return Gaussian(mean, log_std if k > 0 else torch.full_like(log_std, -math.inf))
         return Gaussian(mean, log_std.masked_fill((k == 0)[..., None], -math.inf))
+
+    def learned_log_std(self, prediction: Prediction, k: Steps) -> torch.Tensor:
+        """What the network says about step k, without the temperature; for step 0 too, which adds no noise when sampling."""
+        *_, low, spread = self.head.coefficients(k)
+        return low + spread * prediction.fraction
 
     def __call__(self, y: torch.Tensor, k: Steps, rows: torch.Tensor | None = None) -> Gaussian:
         return self.transition(self.predict(y, k, rows), y, k)

@@ -1,4 +1,7 @@
-"""The command line: `car-spec generate` and `car-spec info`. Plain results on stdout, progress and warnings on stderr."""
+"""The command line: generate, bench, ablate and info; evaluate and stats are in eval/cli.py.
+
+Plain results on stdout, progress and warnings on stderr.
+"""
 
 import argparse
 import importlib.util
@@ -12,8 +15,10 @@ import torch
 
 import car_spec
 from car_spec.adapters.mar import GUIDANCE_SCHEDULES
+from car_spec.cspd import VARIANTS, CSpDSettings
 from car_spec.engine import DRAFTERS, LosslessSettings
-from car_spec.pipeline import SAMPLERS, MARPipeline, load_pipeline
+from car_spec.eval.cli import add_parsers as add_evaluation_parsers
+from car_spec.pipeline import DEFAULT_SAMPLER, LAWS, SAMPLERS, MARPipeline, load_pipeline
 from car_spec.runs import ImageSpec, RunError, RunFolder, generate_images, image_spec, sha256_of
 from car_spec.trace import report, summary
 
@@ -34,6 +39,10 @@ SAMPLING = (
     "window",
     "final_tolerance",
     "drafter",
+    "variant",
+    "draft_length",
+    "prefill",
+    "aligned",
 )
 
 
@@ -68,7 +77,11 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument("--guidance-scale", type=float, help="classifier-free guidance; 1 is none and never doubles the batch")
     how.add_argument("--guidance-schedule", choices=GUIDANCE_SCHEDULES, help="over AR steps")
     how.add_argument("--temperature", type=float, help="multiplies the noise of every denoising step")
-    how.add_argument("--sampler", choices=SAMPLERS, help=f"lossless: the same law in far fewer sequential calls (default: {SAMPLERS[0]})")
+    how.add_argument(
+        "--sampler",
+        choices=SAMPLERS,
+        help=f"lossless: the model's law in far fewer sequential calls; cspd: approximate, needs --draft (default: {DEFAULT_SAMPLER})",
+    )
     how.add_argument(
         "--lookahead",
         type=number_or_auto,
@@ -81,7 +94,11 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"lossless: largest rms gap of a token's last, noiseless step (default: {LosslessSettings.final_tolerance})",
     )
     how.add_argument("--drafter", choices=DRAFTERS, help="lossless: who drafts, the model itself or --draft (default: self)")
-    how.add_argument("--draft", help="a model of the same tokens for `--drafter model`, for instance demo-draft")
+    how.add_argument("--draft", help="a model of the same tokens for `--drafter model` and cspd, for instance demo-draft")
+    how.add_argument("--variant", choices=VARIANTS, help=f"cspd: as derived or as in the authors' code (default: {CSpDSettings.variant})")
+    how.add_argument("--draft-length", type=int, help=f"cspd: AR steps drafted at a time (default: {CSpDSettings.draft_length})")
+    how.add_argument("--prefill", type=float, help=f"cspd: share of AR steps that --model makes first (default: {CSpDSettings.prefill})")
+    how.add_argument("--aligned", action=argparse.BooleanOptionalAction, help="cspd: share the noise of draft and target (default: yes)")
     where = generate.add_argument_group("where")
     where.add_argument("--out", type=Path, default=Path("outputs"), help="folder of the images (default: %(default)s)")
     where.add_argument("--batch-size", type=int, default=16, help="images at a time (default: %(default)s)")
@@ -101,6 +118,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--batch-size", type=int, default=1, help="images at a time in the timed runs (default: %(default)s)")
     bench.add_argument("--repeats", type=int, default=5, help="timed batches of each sampler, in turns (default: %(default)s)")
     bench.add_argument("--images", type=int, default=0, help="images of each sampler for the quality columns; 0: none (default)")
+    bench.add_argument("--draft", help="a model of the same tokens; brings CSpD into the comparison")
     bench.add_argument("--only", nargs="+", metavar="TEXT", help="only samplers whose name holds one of these; sequential always runs")
     bench.add_argument("--num-iter", type=int, help="AR steps (default: the model's preset)")
     bench.add_argument("--num-inference-steps", type=int, help="denoising steps a token (default: the model's preset)")
@@ -112,6 +130,26 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--dtype", choices=DTYPES, default="float32", help="of the transformer (default: %(default)s)")
     bench.add_argument("--out", type=Path, default=Path("outputs/bench"), help="folder of bench.json and pareto.png (default: %(default)s)")
     bench.set_defaults(run=run_bench)
+
+    ablate = commands.add_parser(
+        "ablate",
+        parents=[model],
+        help="what alignment, draft length, pre-filling, guidance and temperature do to CSpD",
+        description="Run CSpD with one setting changed at a time, on the same images. Needs the extra `bench` (rich, matplotlib).",
+    )
+    ablate.add_argument("--draft", default="demo-draft", help="the draft model (default: %(default)s)")
+    ablate.add_argument("--variant", choices=VARIANTS, default="official", help="(default: %(default)s)")
+    ablate.add_argument("--images", type=int, default=16, help="images of each setting, one batch (default: %(default)s)")
+    ablate.add_argument("--num-iter", type=int, help="AR steps (default: the model's preset)")
+    ablate.add_argument("--num-inference-steps", type=int, help="denoising steps a token (default: the model's preset)")
+    ablate.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    ablate.add_argument("--device", default="auto", help="(default: %(default)s)")
+    ablate.add_argument(
+        "--out", type=Path, default=Path("outputs/ablate"), help="folder of the figures and the plot (default: %(default)s)"
+    )
+    ablate.set_defaults(run=run_ablate)
+
+    add_evaluation_parsers(commands)
 
     info = commands.add_parser("info", parents=[model], help="say what a checkpoint holds", description="Say what a checkpoint holds.")
     info.set_defaults(run=run_info)
@@ -159,7 +197,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         allowed = set(vars(args)) - {"command", "run", "config"}
         recipe: list[str] = []
         for name, value in read_recipe(args.config, allowed).items():
-            if value is not None and value is not False:
+            if name == "aligned" and value is False:
+                recipe.append("--no-aligned")
+            elif value is not None and value is not False:
                 values = [] if value is True else value if isinstance(value, list) else [value]
                 recipe += [f"--{name.replace('_', '-')}", *map(str, values)]
         given = list(sys.argv[1:] if argv is None else argv)
@@ -251,6 +291,7 @@ def run_generate(args: argparse.Namespace) -> None:
         "device": str(device),
         "batch_size": args.batch_size,
         "image_size": pipeline.image_size,
+        "law of the images": LAWS[sampling["sampler"]],
     }
     folder = RunFolder(args.out, settings)
     folder.open()
@@ -288,7 +329,13 @@ def run_bench(args: argparse.Namespace) -> None:
         raise ValueError(f"--images {args.images} is too few for a comparison: give 0 or at least 16")
     device = choose_device(args.device)
     pipeline = load_pipeline(
-        args.model, vae=args.vae, weights=args.weights, num_heads=args.num_heads, device=device, dtype=DTYPES[args.dtype]
+        args.model,
+        vae=args.vae,
+        weights=args.weights,
+        num_heads=args.num_heads,
+        draft=args.draft,
+        device=device,
+        dtype=DTYPES[args.dtype],
     )
     given = {name: getattr(args, name) for name in ("num_iter", "num_inference_steps", "guidance_scale")}
     base = {name: value for name, value in given.items() if value is not None}
@@ -314,6 +361,35 @@ def run_bench(args: argparse.Namespace) -> None:
     if args.images:
         plot_pareto(runs, args.out / "pareto.png")
         print(f"plot: {args.out / 'pareto.png'}")
+
+
+def run_ablate(args: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
+    require("ablate", "rich", "matplotlib")
+    from car_spec import ablation
+    from car_spec.plots import plot_alignment
+
+    if args.images < 1:
+        raise ValueError(f"--images {args.images} is below 1")
+    pipeline = load_pipeline(
+        args.model, vae=args.vae, weights=args.weights, num_heads=args.num_heads, draft=args.draft, device=choose_device(args.device)
+    )
+    given = {"num_iter": args.num_iter, "num_inference_steps": args.num_inference_steps, "variant": args.variant}
+    base = {name: value for name, value in given.items() if value is not None}
+    whole = pipeline.settings(sampler="cspd", **base)
+    runs = list(ablation.settings_of(base, whole["num_iter"]))
+    with tqdm(total=len(runs), desc="ablate", file=sys.stderr) as bar:
+        measured = ablation.measure(pipeline, runs, args.images, args.seed, bar.update)
+    title = (
+        f"CSpD (approximate), {args.variant}, {pipeline.preset.name} with {pipeline.draft.preset.name if pipeline.draft else ''}: "
+        f"{whole['num_iter']} AR steps, {whole['num_inference_steps']} denoising steps, {args.images} images"
+    )
+    ablation.print_tables(measured, title)
+    args.out.mkdir(parents=True, exist_ok=True)
+    ablation.write_json(measured, title, args.out / "ablation.json")
+    plot_alignment(measured, args.out / "alignment.png")
+    print(f"figures: {args.out / 'ablation.json'}\nplot: {args.out / 'alignment.png'}")
 
 
 def run_info(args: argparse.Namespace) -> None:

@@ -103,8 +103,73 @@ class _Verified:
         return cls(lead, torch.zeros_like(lead), torch.zeros_like(lead), yes, no, torch.zeros_like(like), y_0)
 
 
-class LosslessSampler:
-    """One batch of images. All share the sizes of the AR steps; each has its own order, pointer, and generator."""
+class SpeculativeSampler:
+    """One batch of images in rows: row r of an image is its r-th token in generation order. All images share the AR steps' sizes."""
+
+    def __init__(
+        self,
+        adapter: MARAdapter,
+        steps: Sequence[ARStep],
+        class_vectors: torch.Tensor,
+        null_vectors: torch.Tensor,
+        trace: Trace,
+        draft: DraftModel | None,
+    ):
+        device = class_vectors.device
+        self.adapter, self.trace, self.draft_model = adapter, trace, draft
+        self.vectors = guidance_halves(steps, class_vectors, null_vectors)  # (B, H, W)
+        if draft is not None:
+            self.draft_vectors = torch.stack([draft.class_vectors, draft.null_vectors][: self.vectors.shape[1]], 1)  # (B, H, W')
+        self.order = torch.cat([step.positions for step in steps], 1)  # (B, N): position of each row
+        sizes = torch.tensor([step.positions.shape[1] for step in steps], device=device)
+        self.num_steps = len(steps)
+        self.group = torch.arange(self.num_steps, device=device).repeat_interleave(sizes)  # (N,): AR step of each row
+        self.scale = torch.tensor([step.guidance_scale for step in steps], device=device)[self.group]  # (N,)
+        self.chain_steps = adapter.head.num_steps  # K
+
+    def _conditions(self, image: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Prefixes (P, N, D) of the images (P,) -> (P, H, N, W): one backbone call."""
+        with self.trace.time("backbone"):
+            z = self.adapter.conditions(tokens, mask, self.vectors[image])
+        self.trace.count_backbone(image, self.vectors.shape[1])
+        return z
+
+    def _draft_conditions(self, image: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """The same of the draft network."""
+        assert self.draft_model is not None
+        with self.trace.time("draft"):
+            z = self.draft_model.adapter.conditions(tokens, mask, self.draft_vectors[image])
+        self.trace.draft_calls += 1
+        return z
+
+    def _mask(self, image: torch.Tensor, unknown: torch.Tensor) -> torch.Tensor:
+        """unknown (P, N) by row of the images (P,) -> the same by raster position."""
+        return torch.zeros_like(unknown).scatter_(1, self.order[image], unknown)
+
+    def _prefixes(
+        self, image: torch.Tensor, n: torch.Tensor, drafted: torch.Tensor, start: int, stop: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Conditions after `start` up to `stop` - 1 drafted AR steps of the images (A,), of whose rows n (A,) are committed.
+
+        -> (P, H, N, W), and where they are, (A, stop) (-1: nowhere).
+        """
+        first = self.group[n]
+        j = torch.arange(stop, device=first.device)
+        needed = (j >= start) & (first[:, None] + j < self.num_steps)  # (A, stop)
+        index = torch.where(needed, needed.flatten().cumsum(0).view_as(needed) - 1, -1)
+        a, j = needed.nonzero().T
+        if not len(a):
+            return drafted.new_zeros(0), index
+        unknown = (self.group >= (first[a] + j)[:, None]).to(drafted)  # (P, N) by row
+        return self._conditions(image[a], drafted[a], self._mask(image[a], unknown)), index
+
+    def _chain(self, adapter: MARAdapter, conditions: torch.Tensor, row: torch.Tensor) -> DiffusionChain:
+        """Conditions (R, H, W) of rows (R,), each with the guidance scale of its AR step."""
+        return adapter.chain(conditions, self.scale[row] if self.vectors.shape[1] == 2 else 1.0)
+
+
+class LosslessSampler(SpeculativeSampler):
+    """Every image has its own pointer and generator."""
 
     def __init__(
         self,
@@ -117,19 +182,10 @@ class LosslessSampler:
         trace: Trace,
         draft: DraftModel | None = None,
     ):
-        device = class_vectors.device
         if (settings.drafter == "model") != (draft is not None):
             raise ValueError(f"drafter {settings.drafter!r} {'needs a' if draft is None else 'takes no'} draft model")
-        self.draft_model = draft
-        self.adapter, self.settings, self.trace = adapter, settings, trace
-        self.vectors = guidance_halves(steps, class_vectors, null_vectors)  # (B, H, W)
-        self.order = torch.cat([step.positions for step in steps], 1)  # (B, N): position of each row
-        sizes = torch.tensor([step.positions.shape[1] for step in steps], device=device)
-        self.num_steps = len(steps)
-        self.group = torch.arange(self.num_steps, device=device).repeat_interleave(sizes)  # (N,): AR step of each row
-        self.scale = torch.tensor([step.guidance_scale for step in steps], device=device)[self.group]  # (N,)
-        self.noise = noise  # one sequence an image
-        self.chain_steps = adapter.head.num_steps  # K
+        super().__init__(adapter, steps, class_vectors, null_vectors, trace, draft)
+        self.settings, self.noise = settings, noise  # one sequence of noise an image
 
     def sample(self) -> torch.Tensor:
         """-> tokens (B, N, D)."""
@@ -143,24 +199,13 @@ class LosslessSampler:
         while len(state.image):
             draft = self._draft(state)
             drafted = state.tokens.index_put((draft.a, draft.position), draft.path.states[:, 0])  # (A, N, D)
-            conditions, where = self._prefixes(state, drafted)
+            conditions, where = self._prefixes(state.image, state.n, drafted, 1, self.settings.lookahead + 1)
             verified = self._verify(state, draft, conditions, where)
             state = self._commit(state, draft, verified, conditions, where)
             finished = state.n == self.adapter.num_tokens
             done[state.image[finished]] = state.tokens[finished]
             state = state.keep(~finished)
         return done
-
-    def _conditions(self, image: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Prefixes (P, N, D) of the images (P,) -> (P, H, N, W): one backbone call."""
-        with self.trace.time("backbone"):
-            z = self.adapter.conditions(tokens, mask, self.vectors[image])
-        self.trace.count_backbone(image, self.vectors.shape[1])
-        return z
-
-    def _mask(self, image: torch.Tensor, unknown: torch.Tensor) -> torch.Tensor:
-        """unknown (P, N) by row of the images (P,) -> the same by raster position."""
-        return torch.zeros_like(unknown).scatter_(1, self.order[image], unknown)
 
     def _draft(self, state: _State) -> _Draft:
         """Sample the rows of the next `lookahead` AR steps under the condition at hand, every transition on record."""
@@ -171,7 +216,7 @@ class LosslessSampler:
         position = self.order[state.image[a], row]
         ahead = ahead[a, row]
         if self.draft_model is None:
-            return _Draft(a, row, position, ahead, self._sample(state, self._chain(state.z[a, :, position], row), a, row))
+            return _Draft(a, row, position, ahead, self._sample(state, self._chain(self.adapter, state.z[a, :, position], row), a, row))
         return _Draft(a, row, position, ahead, self._draft_by_model(state, self.draft_model, a, row, position, ahead))
 
     def _sample(self, state: _State, chain: DiffusionChain, a: torch.Tensor, row: torch.Tensor) -> Path:
@@ -198,20 +243,15 @@ class LosslessSampler:
 
     def _draft_by_model(self, state: _State, draft: DraftModel, a, row, position, ahead) -> Path:
         """The current AR step under the target's exact condition; each later one under the draft network's, given the drafts before."""
-        halves = [draft.class_vectors, draft.null_vectors][: self.vectors.shape[1]]
-        vectors = torch.stack(halves, 1)[state.image]  # (A, H, W)
         tokens, path = state.tokens.clone(), None
         for j in range(int(ahead.max()) + 1):
             rows = (ahead == j).nonzero()[:, 0]
             if j == 0:
-                chain = self._chain(state.z[a[rows], :, position[rows]], row[rows])
+                chain = self._chain(self.adapter, state.z[a[rows], :, position[rows]], row[rows])
             else:
                 unknown = (self.group >= self.group[state.n][:, None] + j).to(tokens)  # (A, N) by row
-                with self.trace.time("draft"):
-                    z = draft.adapter.conditions(tokens, self._mask(state.image, unknown), vectors)
-                self.trace.draft_calls += 1
-                scale = self.scale[row[rows]] if self.vectors.shape[1] == 2 else 1.0
-                chain = draft.adapter.chain(z[a[rows], :, position[rows]], scale)
+                z = self._draft_conditions(state.image, tokens, self._mask(state.image, unknown))
+                chain = self._chain(draft.adapter, z[a[rows], :, position[rows]], row[rows])
             part = self._sample(state, chain, a[rows], row[rows])
             if path is None:
                 path = Path(*(values.new_zeros(len(row), *values.shape[1:]) for values in part))
@@ -220,21 +260,6 @@ class LosslessSampler:
             tokens[a[rows], position[rows]] = part.states[:, 0]
         assert path is not None  # there is always a current AR step
         return path
-
-    def _chain(self, conditions: torch.Tensor, row: torch.Tensor) -> DiffusionChain:
-        return self.adapter.chain(conditions, self.scale[row] if self.vectors.shape[1] == 2 else 1.0)
-
-    def _prefixes(self, state: _State, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Conditions after 1, 2, ... drafted AR steps: (P, H, N, W), and where they are, (A, lookahead + 1) (-1: nowhere)."""
-        first = self.group[state.n]
-        j = torch.arange(self.settings.lookahead + 1, device=first.device)
-        needed = (j >= 1) & (first[:, None] + j < self.num_steps)  # (A, lookahead + 1)
-        index = torch.where(needed, needed.flatten().cumsum(0).view_as(needed) - 1, -1)
-        a, j = needed.nonzero().T
-        if not len(a):
-            return state.z[:0], index
-        unknown = (self.group >= (first[a] + j)[:, None]).to(drafted)  # (P, N) by row
-        return self._conditions(state.image[a], drafted[a], self._mask(state.image[a], unknown)), index
 
     def _verify(self, state: _State, draft: _Draft, conditions: torch.Tensor, where: torch.Tensor) -> _Verified:
         """Judge the speculative rows of every image as one sequence of transitions, in the order they are generated."""
@@ -246,7 +271,9 @@ class LosslessSampler:
             return result
         a, row, ahead = draft.a[spec], draft.row[spec], draft.ahead[spec]
         with self.trace.time("verify"):
-            law = self._laws(self._chain(conditions[where[a, ahead], :, draft.position[spec]], row), draft.path.states[spec, 1:])
+            law = self._laws(
+                self._chain(self.adapter, conditions[where[a, ahead], :, draft.position[spec]], row), draft.path.states[spec, 1:]
+            )
 
         # the last, noiseless transition: the first row whose gap is too large ends the sequence
         q = row - state.n[a] - lead[a]  # (S,) place of the row in its image's sequence

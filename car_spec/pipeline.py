@@ -12,6 +12,7 @@ import torch
 from car_spec.adapters.mar import GUIDANCE_SCHEDULES, ARStep, MARAdapter, remaining_after_each_step, unpatchify
 from car_spec.asd import NonFiniteError
 from car_spec.costmodel import PILOT_IMAGES, WINDOWS, tune
+from car_spec.cspd import CSpDSampler, CSpDSettings, NoiseTable
 from car_spec.engine import DraftModel, LosslessSampler, LosslessSettings
 from car_spec.models.presets import PRESETS, Preset
 from car_spec.noise import Noise
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
 DEMO_FOLDER = Path(__file__).parent / "demo"
 DEMO_MODELS = {"demo": "mar.safetensors", "demo-draft": "mar-draft.safetensors"}
 LOSSLESS_SETTINGS = ("lookahead", "window", "final_tolerance", "token_wise", "drafter")
-SAMPLERS = ("lossless", "sequential")
+CSPD_SETTINGS = ("variant", "draft_length", "prefill", "aligned")
+SAMPLERS = {"lossless": LOSSLESS_SETTINGS, "sequential": (), "cspd": CSPD_SETTINGS}  # and the settings that only they know
+LAWS = {"lossless": "the model's own", "sequential": "the model's own", "cspd": "approximate"}
+DEFAULT_SAMPLER = "lossless"
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
 
@@ -159,14 +163,23 @@ class MARPipeline:
         for name in ("guidance_scale", "temperature"):
             if not (math.isfinite(settings[name]) and settings[name] >= 0):
                 raise ValueError(f"{name} {settings[name]} is not a finite number of at least 0")
-        settings["sampler"] = given.get("sampler") or SAMPLERS[0]
+        settings["sampler"] = given.get("sampler") or DEFAULT_SAMPLER
         if settings["sampler"] not in SAMPLERS:
             raise ValueError(f"sampler {settings['sampler']!r} is none of {', '.join(SAMPLERS)}")
-        own = {name: given[name] for name in LOSSLESS_SETTINGS if given.get(name) is not None}
+        own = {}
+        for sampler, names in SAMPLERS.items():
+            known = {name: given[name] for name in names if given.get(name) is not None}
+            if sampler == settings["sampler"]:
+                own = known
+            elif known:
+                raise ValueError(f"{', '.join(known)} belongs to the {sampler} sampler, but sampler is {settings['sampler']!r}")
         if settings["sampler"] == "lossless":
             settings |= self._lossless_settings(own)
-        elif own:
-            raise ValueError(f"{', '.join(own)} belongs to the lossless sampler, but sampler is {settings['sampler']!r}")
+        elif settings["sampler"] == "cspd":
+            if self.draft is None:
+                raise ValueError("sampler 'cspd' needs a draft model: load_pipeline(..., draft=...), or --draft")
+            chosen = CSpDSettings(**own)
+            settings |= {name: getattr(chosen, name) for name in CSPD_SETTINGS}
         return settings
 
     def _lossless_settings(self, own: dict[str, Any]) -> dict[str, Any]:
@@ -230,6 +243,10 @@ class MARPipeline:
         final_tolerance: float | None = None,
         token_wise: bool | None = None,
         drafter: str | None = None,
+        variant: str | None = None,
+        draft_length: int | None = None,
+        prefill: float | None = None,
+        aligned: bool | None = None,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         output_type: str = "pil",
         callback: Callable[[int, torch.Tensor], None] | None = None,
@@ -242,8 +259,9 @@ class MARPipeline:
         sampler: lossless (default): the same law as sequential in far fewer sequential calls; lookahead (AR steps), window (denoising
         steps), final_tolerance and token_wise are its settings (see `LosslessSettings`). lookahead `auto` measures this machine once,
         see `tune`; images depend on what it picks, so give the numbers (the output's `settings`) to make the same ones again.
-        drafter: `self`, the model's own stale condition, or `model`, the network given to `load_pipeline` as draft. At temperature 0
-        nothing is random and both samplers are the same.
+        drafter: `self`, the model's own stale condition, or `model`, the network given to `load_pipeline` as draft. cspd is the
+        published *approximate* method: its images follow another law than the model's; variant, draft_length, prefill and aligned are
+        its settings (see `CSpDSettings`). At temperature 0 nothing is random and all samplers are the sequential one.
         generator: one for the whole batch, or one an image (then an image does not depend on the others). None seeds itself.
         output_type: pil, np, pt or latent. callback(i, tokens (B, N, D)) is called after AR step i of the
         sequential sampler.
@@ -263,6 +281,10 @@ class MARPipeline:
             final_tolerance=final_tolerance,
             token_wise=token_wise,
             drafter=drafter,
+            variant=variant,
+            draft_length=draft_length,
+            prefill=prefill,
+            aligned=aligned,
         )
         if class_labels is None:
             labels, batch = None, 1 if num_images is None else num_images
@@ -297,23 +319,33 @@ class MARPipeline:
         adapter, steps = self._problem(generators, settings)
         vectors, nulls = model.class_vectors(labels, batch), model.class_vectors(None, batch)  # (B, W)
         trace = Trace(batch, self.num_tokens)
-        if settings["sampler"] == "lossless" and settings["temperature"] > 0:
-            noise = Noise(generators, torch.arange(batch, device=self.device))
-            own = LosslessSettings(**{name: settings[name] for name in LOSSLESS_SETTINGS})
-            draft = None
-            if own.drafter == "model" and self.draft is not None:
-                network = self.draft.model
-                draft_adapter, _ = self.draft._problem([], settings)
-                draft = DraftModel(draft_adapter, network.class_vectors(labels, batch), network.class_vectors(None, batch))
-            try:
-                tokens = LosslessSampler(adapter, steps, vectors, nulls, noise, own, trace, draft).sample()
-            except NonFiniteError as error:
-                raise NonFiniteImageError(error.rows.tolist()) from None
-        else:
-            table = noise_from_generators(generators, settings["num_inference_steps"], adapter.token_dim, self.device)
-            tokens = sample_sequential(adapter, steps, vectors, nulls, table, callback, trace)  # (B, N, D)
+        noise = Noise(generators, torch.arange(batch, device=self.device))
+        sampler = settings["sampler"] if settings["temperature"] > 0 else "sequential"
+        own = {name: settings[name] for name in SAMPLERS[sampler]}
+        draft = self._draft_model(labels, batch, settings) if sampler == "cspd" or own.get("drafter") == "model" else None
+        try:
+            if sampler == "lossless":
+                tokens = LosslessSampler(adapter, steps, vectors, nulls, noise, LosslessSettings(**own), trace, draft).sample()
+            elif sampler == "cspd":
+                assert draft is not None  # `settings` refused it
+                shape = (self.num_tokens, adapter.head.num_steps, adapter.token_dim)
+                table = NoiseTable.draw(noise, *shape)
+                other = table if settings["aligned"] else NoiseTable.draw(noise, *shape)
+                cspd = CSpDSettings(**own)
+                tokens = CSpDSampler(adapter, steps, vectors, nulls, noise, table, other, cspd, trace, draft).sample()
+            else:
+                source = noise_from_generators(generators, adapter.head.num_steps, adapter.token_dim, self.device)
+                tokens = sample_sequential(adapter, steps, vectors, nulls, source, callback, trace)  # (B, N, D)
+        except NonFiniteError as error:
+            raise NonFiniteImageError(error.rows.tolist()) from None
         self._check_finite(tokens)
         return tokens, trace
+
+    def _draft_model(self, labels: torch.Tensor | None, batch: int, settings: dict) -> DraftModel:
+        assert self.draft is not None  # `settings` refused it
+        network = self.draft.model
+        adapter, _ = self.draft._problem([], settings)
+        return DraftModel(adapter, network.class_vectors(labels, batch), network.class_vectors(None, batch))
 
     def _problem(self, generators: list[torch.Generator], settings: dict) -> tuple[MARAdapter, list[ARStep]]:
         """The adapter of a run, and the AR steps of a batch with an order drawn for each image."""

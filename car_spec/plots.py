@@ -9,6 +9,7 @@ import torch
 from car_spec.trace import Trace
 
 if TYPE_CHECKING:
+    from car_spec.ablation import Measurement
     from car_spec.bench import Contender
 
 
@@ -34,6 +35,24 @@ def plot_pareto(runs: Sequence["Contender"], path: Path) -> None:
     axes.margins(x=0.3, y=0.15)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def plot_alignment(measurements: Sequence["Measurement"], path: Path) -> None:
+    """Acceptance and token distance over draft length, with shared and with independent noise."""
+    pyplot = _pyplot()
+    figure, (accepted, distance) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for kind in ("shared", "independent"):
+        chosen = [m for m in measurements if m.table == "alignment" and kind in m.setting]
+        lengths = [int(m.setting.split(",")[0].removeprefix("draft length ")) for m in chosen]
+        accepted.plot(lengths, [m.accepted for m in chosen], "o-", label=f"{kind} noise")
+        distance.plot(lengths, [m.distance for m in chosen], "o-", label=f"{kind} noise")
+    accepted.set(xlabel="draft length, AR steps", ylabel="share of drafted tokens accepted", ylim=(0, None))
+    distance.set(xlabel="draft length, AR steps", ylabel="squared distance, draft to target token", ylim=(0, None))
+    for axes in (accepted, distance):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 

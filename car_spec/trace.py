@@ -20,7 +20,7 @@ class Trace:
     num_tokens: int = 0
     backbone_calls: int = 0
     backbone_rows: int = 0
-    draft_calls: int = 0  # backbone calls of a draft network
+    draft_calls: int = 0  # calls of a draft network, backbone and head
     chain: ChainTrace = field(default_factory=ChainTrace)  # calls and rows of the head
     rounds: torch.Tensor = field(init=False)  # (B,)
     accepted_rows: list[list[int]] = field(init=False)  # an image: rows committed in each round
@@ -28,6 +28,7 @@ class Trace:
     largest_gap: float = 0.0  # rms gap of the last transition among accepted rows
     corrections: int = 0  # rows that took the target's own last mean
     fallbacks: int = 0
+    token_distances: list[float] = field(default_factory=list)  # squared distance of a draft to the target's token of the same noise
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     accepted_by_lag: dict[int, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))  # AR steps ahead: kept, seen
 
@@ -59,11 +60,14 @@ class Trace:
         """S speculative rows: AR steps ahead of the exact condition, whether the row stands as drafted, rms gap of its last mean."""
         self.fallbacks += fallbacks
         self.corrections += corrections
+        self.record_acceptance(ahead, stands)
+        if stands.any():
+            self.largest_gap = max(self.largest_gap, gap[stands].max().item())
+
+    def record_acceptance(self, ahead: torch.Tensor, stands: torch.Tensor) -> None:
         for lag, kept in zip(ahead.tolist(), stands.tolist()):
             self.accepted_by_lag[lag][0] += kept
             self.accepted_by_lag[lag][1] += 1
-        if stands.any():
-            self.largest_gap = max(self.largest_gap, gap[stands].max().item())
 
     @property
     def sequential_calls(self) -> int:
@@ -79,7 +83,7 @@ def summary(traces: Sequence[Trace]) -> dict[str, float]:
         "images": images,
         "sequential calls a batch": sum(trace.sequential_calls for trace in traces) / batches,
         "backbone calls a batch": sum(trace.backbone_calls for trace in traces) / batches,
-        "draft backbone calls a batch": sum(trace.draft_calls for trace in traces) / batches,
+        "draft network calls a batch": sum(trace.draft_calls for trace in traces) / batches,
         "head calls a batch": sum(trace.chain.calls for trace in traces) / batches,
         "backbone rows an image": sum(trace.backbone_rows for trace in traces) / images,
         "head rows an image": sum(trace.chain.rows for trace in traces) / images,
@@ -88,7 +92,11 @@ def summary(traces: Sequence[Trace]) -> dict[str, float]:
         "largest last-step gap": max(trace.largest_gap for trace in traces),
         "corrected last steps": sum(trace.corrections for trace in traces),
         "fallbacks": sum(trace.fallbacks + trace.chain.fallbacks for trace in traces),
-    }
+    } | _distance([distance for trace in traces for distance in trace.token_distances])
+
+
+def _distance(distances: Sequence[float]) -> dict[str, float]:
+    return {"squared distance of drafts to the target's tokens": sum(distances) / len(distances)} if distances else {}
 
 
 def report(traces: Sequence[Trace]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from car_spec.adapters.xar import CellChain, XARAdapter, guidance_of_cells
 from car_spec.asd import autospeculate
@@ -33,17 +34,20 @@ def sample_cells(
     sample: CellSampler,
     draft: XARAdapter | None = None,
     trace: Trace | None = None,
+    on_cell: Callable[[int, torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
     """Labels (B,) -> images as cells (B, cells, T, channels) float32, each cell by `sample` given those before it.
 
-    draft: a network of the same cells that is handed to `sample` with a cache of its own.
+    draft: a network of the same cells that is handed to `sample` with a cache of its own. on_cell(i, cells) is called after cell i,
+    with zeros for what is not sampled yet.
     """
     networks = [adapter] if draft is None else [adapter, draft]
     rows = [network.with_null_rows(labels, guidance_scale) for network in networks]
     caches: list[Cache | None] = [None for _ in networks]
     images = torch.arange(len(labels), device=labels.device)
     cells: list[torch.Tensor] = []
-    for scale in guidance_of_cells(guidance_scale, adapter.num_cells):
+    together = lambda: torch.stack(cells, 1).unflatten(2, adapter.cell_shape)
+    for i, scale in enumerate(guidance_of_cells(guidance_scale, adapter.num_cells)):
         if cells:
             caches = [network.extend(cells[-1], own, cache) for network, own, cache in zip(networks, rows, caches)]
             if trace is not None:
@@ -53,7 +57,9 @@ def sample_cells(
         cells.append(sample(chains[0], chains[1] if draft is not None else None))
         if trace is not None:
             trace.record_round(images, torch.full_like(images, adapter.cell_shape[0]))
-    return torch.stack(cells, 1).unflatten(2, adapter.cell_shape)
+        if on_cell is not None:
+            on_cell(i, F.pad(together(), (0, 0, 0, 0, 0, adapter.num_cells - len(cells))))
+    return together()
 
 
 def sequential(noise: Noise, trace: Trace | None = None) -> CellSampler:

@@ -1,9 +1,11 @@
-"""Train the demo models on emoji64: a small autoencoder, then a MAR target and a MAR draft over its latents.
+"""Train the demo models on emoji64: a small autoencoder, then a MAR target and draft, and an xAR target and draft, over its latents.
 
     python scripts/train_demo.py vae    --data emoji64.npz --out runs/demo
     python scripts/train_demo.py target --data emoji64.npz --out runs/demo
     python scripts/train_demo.py draft  --data emoji64.npz --out runs/demo
     python scripts/train_demo.py export --data emoji64.npz --out runs/demo
+
+and for xAR, with the autoencoder that `export` packed, xar-target, xar-draft and xar-export.
 
 Every stage can be killed and started again: it continues from `<out>/<stage>/checkpoint-last.pth`, which is rewritten
 every few minutes together with a picture of reconstructions or samples. `export` packs the averages for shipping.
@@ -42,6 +44,7 @@ XAR_SIZES = {
     "xar-draft": dict(width=96, encoder_depth=2, decoder_depth=2, num_heads=3, mlp_hidden=256),
 }
 DEMO_PRESET = dict(num_iter=64, num_inference_steps=100, guidance_scale=3.0, guidance_schedule="constant")
+XAR_PRESET = dict(num_iter=4, num_inference_steps=50, guidance_scale=3.0)
 CLIP_SAMPLE_RANGE = 4.0  # in latent standard deviations
 # All 99 subcategories are too many for this size and training time; these keep about half of the emoji.
 DEMO_CATEGORIES = ("Smileys & Emotion", "Animals & Nature", "Food & Drink", "Flags")
@@ -336,40 +339,58 @@ def train_xar(args):
     )
 
 
-def export(args):
-    """The averages as they ship: float16 safetensors whose header holds what shapes cannot tell, and the autoencoder."""
-    from diffusers import AutoencoderKL
+def pack(args, stage, name, metadata):
+    """The average of a stage as it ships: float16 safetensors whose header holds what shapes cannot tell."""
     from safetensors.torch import save_file
 
     from car_spec.models.loading import METADATA_KEY
 
-    names = demo_classes(args.data)
+    state = torch.load(args.out / stage / "checkpoint-last.pth", map_location="cpu", weights_only=True)
+    weights = {key: value.half() for key, value in state["model_ema"].items()}
+    metadata = dict(class_names=demo_classes(args.data), copy="model_ema", **metadata)
+    path = args.package / f"{name}.safetensors"
+    save_file(weights, path, {METADATA_KEY: json.dumps(metadata)})
+    path.chmod(0o644)
+    count = sum(value.numel() for value in weights.values())
+    print(f"{name}: {count / 1e6:.2f} M parameters, {state['step']} steps, {state['seconds'] / 60:.0f} minutes")
+
+
+def export_xar(args):
+    for stage, name in (("xar-target", "xar"), ("xar-draft", "xar-draft")):
+        heads = XAR_SIZES[stage]["num_heads"]
+        preset = dict(name="demo-xar" if stage == "xar-target" else "demo-xar-draft", num_heads=heads, **XAR_PRESET)
+        pack(args, stage, name, dict(num_heads=heads, num_cells=4, preset=preset))
+
+
+def export(args):
+    """The two MAR, and the autoencoder."""
+    from diffusers import AutoencoderKL
+
     for stage, name in (("target", "mar"), ("draft", "mar-draft")):
-        state = torch.load(args.out / stage / "checkpoint-last.pth", map_location="cpu", weights_only=True)
         heads = MAR_SIZES[stage]["num_heads"]
-        metadata = dict(
-            num_heads=heads,
-            clip_sample_range=CLIP_SAMPLE_RANGE,
-            class_names=names,
-            copy="model_ema",
-            preset=dict(name="demo" if stage == "target" else "demo-draft", num_heads=heads, **DEMO_PRESET),
-        )
-        weights = {key: value.half() for key, value in state["model_ema"].items()}
-        save_file(weights, args.package / f"{name}.safetensors", {METADATA_KEY: json.dumps(metadata)})
-        count = sum(value.numel() for value in weights.values())
-        print(f"{name}: {count / 1e6:.2f} M parameters, {state['step']} steps, {state['seconds'] / 60:.0f} minutes")
+        preset = dict(name="demo" if stage == "target" else "demo-draft", num_heads=heads, **DEMO_PRESET)
+        pack(args, stage, name, dict(num_heads=heads, clip_sample_range=CLIP_SAMPLE_RANGE, preset=preset))
     AutoencoderKL.from_pretrained(args.out / "vae" / "ema").save_pretrained(args.package / "vae")
     config = args.package / "vae" / "config.json"
     values = json.loads(config.read_text())
     values.pop("_name_or_path", None)  # a path of the machine it was trained on
     config.write_text(json.dumps(values, indent=2) + "\n")
-    for path in args.package.rglob("*.safetensors"):
+    for path in (args.package / "vae").rglob("*.safetensors"):
         path.chmod(0o644)
 
 
 def main():
+    stages = {
+        "vae": train_vae,
+        "target": train_mar,
+        "draft": train_mar,
+        "xar-target": train_xar,
+        "xar-draft": train_xar,
+        "export": export,
+        "xar-export": export_xar,
+    }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["vae", "target", "draft", "xar-target", "xar-draft", "export"])
+    parser.add_argument("stage", choices=stages)
     parser.add_argument("--data", required=True, type=Path, help="emoji64.npz")
     parser.add_argument("--out", default=Path("runs/demo"), type=Path, help="checkpoints and pictures go here")
     parser.add_argument("--package", default=Path("car_spec/demo"), type=Path, help="where export writes")
@@ -378,14 +399,6 @@ def main():
     parser.add_argument("--lr", type=float, help="highest learning rate; each stage has its own default")
     args = parser.parse_args()
     torch.set_flush_denormal(True)
-    stages = {
-        "vae": train_vae,
-        "target": train_mar,
-        "draft": train_mar,
-        "xar-target": train_xar,
-        "xar-draft": train_xar,
-        "export": export,
-    }
     stages[args.stage](args)
 
 

@@ -187,7 +187,7 @@ def autospeculate(
             path.mean[rows[ended], 0], path.log_std[rows[ended], 0] = final, -torch.inf
             left = ~ended
             rows, k, y, exact = rows[left], k[left], y[left], exact[left]
-            prediction = Prediction(prediction.x_0[left], prediction.fraction[left])
+            prediction = Prediction(prediction.centre[left], prediction.fraction[left])
     return path
 
 

@@ -23,10 +23,14 @@ MAX_HOISTED = 2**26
 Steps = int | torch.Tensor
 
 
-class Prediction(NamedTuple):
-    """What the network says at one state, in the form that can be re-used at the next state (the clean sample, not the noise)."""
+# Std of a token's clean value, given all that is known, that drafts reckon with; in latent stds. See `HoistedHead`.
+SPREAD = 0.17
 
-    x_0: torch.Tensor  # (M, D) clean sample
+
+class Prediction(NamedTuple):
+    """What the network says at one state, in the form that can be re-used at the next state."""
+
+    centre: torch.Tensor  # (M, D) of clean samples, as `HoistedHead` explains
     fraction: torch.Tensor  # (M, D) 0: smallest posterior log variance, 1: largest; not clamped
 
 
@@ -47,9 +51,14 @@ class HoistedHead:
     The adaLN layers of all blocks are stacked into one product, with each block's LayerNorm weights folded into its
     scale and shift; the time embeddings of all steps are computed once. Works on any module with the attribute names of
     `DenoisingMLP`. One object serves all AR steps of a run.
+
+    What is re-used in drafts is not the clean sample x_0 that the network said at y, but a centre. If clean samples were N(centre,
+    spread^2), the best guess of one at y would be centre + share (y - sqrt(alpha) centre), share = spread^2 sqrt(alpha) / (spread^2
+    alpha + 1 - alpha) with alpha the cumulative product: it follows the state, the centre does not. Solved for the centre at y and
+    put into the posterior mean, it gives back the network's own transition there, whatever the spread; spread 0 re-uses x_0 itself.
     """
 
-    def __init__(self, net: Any, schedule: DiffusionSchedule):
+    def __init__(self, net: Any, schedule: DiffusionSchedule, spread: float = SPREAD):
         weight = net.input_proj.weight
         self.net, self.schedule = net, schedule
         self.dtype, self.device = weight.dtype, weight.device
@@ -59,20 +68,25 @@ class HoistedHead:
         layers.append(self._fold(None, net.final_layer.adaLN_modulation[1]))
         self.weight = torch.cat([w for w, _ in layers]).to(self.dtype)  # (F, W), F = (3 * depth + 2) W
         self.bias = torch.cat([b for _, b in layers]).to(self.dtype)  # (F,)
+        alpha = 1 / schedule.sqrt_recip_alphas_cumprod**2
+        share = spread**2 * alpha.sqrt() / (spread**2 * alpha + 1 - alpha)
+        rest = 1 - share * alpha.sqrt()  # x_0 = rest * centre + share * y
         columns = torch.stack(
             [
                 schedule.sqrt_recip_alphas_cumprod,
                 schedule.sqrt_recipm1_alphas_cumprod,
-                schedule.posterior_mean_coef1,
-                schedule.posterior_mean_coef2,
+                1 / rest,
+                share / rest,
+                schedule.posterior_mean_coef1 * rest,
+                schedule.posterior_mean_coef2 + schedule.posterior_mean_coef1 * share,
                 0.5 * schedule.min_log_variance,
                 0.5 * (schedule.max_log_variance - schedule.min_log_variance),
             ],
             -1,
         )
         self._scalars = columns.tolist()  # for calls at a single step
-        self._columns = columns.float().to(weight.device)  # (K, 6)
-        self.decay = self._columns[:, 3]  # (K,): how much of the state the mean keeps
+        self._columns = columns.float().to(weight.device)  # (K, 8)
+        self.decay = self._columns[:, 5]  # (K,): how much of the state the mean keeps, the centre being given
 
     @staticmethod
     def _fold(norm: nn.LayerNorm | None, linear: nn.Linear) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +105,7 @@ class HoistedHead:
         return torch.cat([w_shift, w_scale, w_gate]), torch.cat([b_shift, b_scale, b_gate])
 
     def coefficients(self, k: Steps) -> tuple:
-        """The six columns of `Prediction -> Gaussian` at k: numbers, or tensors (*k.shape, 1)."""
+        """The eight columns of the way from the network's output to a Gaussian at k: numbers, or tensors (*k.shape, 1)."""
         return tuple(self._scalars[k]) if isinstance(k, int) else self._columns[k].split(1, -1)
 
     def modulations(self, time: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
@@ -171,16 +185,16 @@ class DiffusionChain:
             scale = self.scale if rows is None or not isinstance(self.scale, torch.Tensor) else self.scale[rows]
             eps_unconditional = out[..., y.shape[-2] :, : y.shape[-1]]
             eps = eps_unconditional + scale * (eps - eps_unconditional)
-        recip, recipm1, *_ = self.head.coefficients(k)
+        recip, recipm1, of_x_0, of_y, *_ = self.head.coefficients(k)
         x_0 = recip * y - recipm1 * eps
         if self.clip_sample_range is not None:
             x_0 = x_0.clamp(-self.clip_sample_range, self.clip_sample_range)
-        return Prediction(x_0, 0.5 * (v + 1))
+        return Prediction(of_x_0 * x_0 - of_y * y, 0.5 * (v + 1))
 
     def transition(self, prediction: Prediction, y: torch.Tensor, k: Steps) -> Gaussian:
         """The affine map of step k applied to a prediction: the law of y_k given y = y_{k+1} (M, D)."""
-        _, _, coef1, coef2, *_ = self.head.coefficients(k)
-        mean = coef1 * prediction.x_0 + coef2 * y
+        *_, gain, decay, _, _ = self.head.coefficients(k)
+        mean = gain * prediction.centre + decay * y
         log_std = self.learned_log_std(prediction, k) + self.log_temperature
         if isinstance(k, int):
             return Gaussian(mean, log_std if k > 0 else torch.full_like(log_std, -math.inf))

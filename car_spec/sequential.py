@@ -35,7 +35,9 @@ def sample_sequential(
     on_step: Callable[[int, torch.Tensor], None] | None = None,
     trace: Trace | None = None,
 ) -> torch.Tensor:
-    """Class vectors and null vectors (B, W) -> tokens (B, N, D) float32. on_step(i, tokens) is called after AR step i.
+    """Class vectors and null vectors (B, W), or whatever rows the adapter's `conditions` takes, -> tokens (B, N, D) float32.
+
+    on_step(i, tokens) is called after AR step i.
 
     Source: Li et al. 2024, section 3; one backbone call an AR step, K head calls inside it. Guidance scale 1 in all steps
     never runs the unconditional half.

@@ -9,7 +9,8 @@ import torch
 from hypothesis import settings
 from safetensors.torch import load_file, save_file
 
-from car_spec.models.loading import METADATA_KEY
+from car_spec.models.harmon import Harmon, load_harmon
+from car_spec.models.loading import METADATA_KEY, Checkpoint
 from car_spec.models.mar import MAR, MARConfig
 from car_spec.models.presets import Preset
 from car_spec.pipeline import MARPipeline, load_pipeline
@@ -32,6 +33,8 @@ TINY = MARConfig(
     head_depth=2,
     buffer_size=4,
 )
+
+HARMON_LLM = dict(num_attention_heads=4, max_position_embeddings=512)  # what the tensors of golden/harmon_tiny do not tell
 
 
 def golden(name: str) -> dict[str, torch.Tensor]:
@@ -68,6 +71,17 @@ def golden_mar() -> MAR:
     model = MAR(TINY)
     model.load_state_dict(golden_state("mar_tiny"))
     return model.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def harmon_golden():
+    return golden("harmon_tiny")
+
+
+@pytest.fixture(scope="session")
+def golden_harmon() -> Harmon:
+    """The networks of Harmon's golden numbers, with their weights."""
+    return load_harmon(Checkpoint(Path("harmon_tiny.pth"), "flat", golden_state("harmon_tiny"), {"llm": HARMON_LLM}), num_heads=4)
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ class ToyChain:
         return Prediction(x_0, torch.sigmoid(2 * y.flip(-1)))
 
     def transition(self, prediction, y, k):
-        mean = self.decay[k][..., None] * y + (1 - self.decay[k][..., None]) * prediction.x_0
+        mean = self.decay[k][..., None] * y + (1 - self.decay[k][..., None]) * prediction.centre
         log_std = self.low[k][..., None] + (0.0 if self.equal_std else 0.4) * prediction.fraction
         return Gaussian(mean, log_std.expand_as(mean).masked_fill((k == 0)[..., None], -math.inf))
 

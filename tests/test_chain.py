@@ -12,7 +12,7 @@ from torch import nn
 
 import car_spec.chain
 from car_spec.adapters.mar import MARAdapter, guidance_scale_of_step, patchify, remaining_after_each_step, unpatchify
-from car_spec.chain import DiffusionChain, HoistedHead, sample_chain
+from car_spec.chain import SPREAD, DiffusionChain, HoistedHead, sample_chain
 from car_spec.gaussian import Gaussian
 from car_spec.models.diffloss import DiffLoss
 from car_spec.models.mar import MAR, truncated_mask_share
@@ -26,9 +26,9 @@ def hoisting(request, monkeypatch):
     return request.param
 
 
-def make_chain(model, guided, **options):
+def make_chain(model, guided, spread=SPREAD, **options):
     g = torch.Generator().manual_seed(1)
-    head = HoistedHead(model.diffloss.net, cosine_schedule(8))
+    head = HoistedHead(model.diffloss.net, cosine_schedule(8), spread)
     condition, unconditional = torch.randn(2, 5, 32, generator=g)
     scale = torch.tensor([1.0, 1.5, 2.0, 3.0, 4.0])
     return DiffusionChain(head, condition, unconditional if guided else None, scale if guided else 1.0, **options)
@@ -52,7 +52,7 @@ def test_any_pairs_of_rows_and_steps_equal_their_own_calls(golden_mar, hoisting,
 
 
 def test_hoisted_head_equals_the_plain_network(golden_mar, hoisting):
-    chain = make_chain(golden_mar, guided=False)
+    chain = make_chain(golden_mar, guided=False, spread=0.0)  # its centre is the clean sample
     condition = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1))[0]
     y = torch.randn(5, 4, generator=torch.Generator().manual_seed(2))
     schedule = chain.head.schedule
@@ -61,7 +61,7 @@ def test_hoisted_head_equals_the_plain_network(golden_mar, hoisting):
         eps, v = golden_mar.diffloss.net(y, timesteps, condition).chunk(2, -1)
         x_0 = schedule.sqrt_recip_alphas_cumprod[k] * y - schedule.sqrt_recipm1_alphas_cumprod[k] * eps
         prediction = chain.predict(y, k)
-        torch.testing.assert_close(prediction.x_0.double(), x_0.double(), rtol=1e-4, atol=1e-2 if k == 7 else 1e-4)
+        torch.testing.assert_close(prediction.centre.double(), x_0.double(), rtol=1e-4, atol=1e-2 if k == 7 else 1e-4)
         torch.testing.assert_close(prediction.fraction, (v + 1) / 2, rtol=1e-4, atol=1e-5)
 
 
@@ -75,10 +75,30 @@ def test_guidance_leaves_the_variance_to_the_conditional_half(golden_mar):
 
 def test_clipping_bounds_the_clean_sample_and_so_the_first_step(golden_mar):
     y = 2 * torch.ones(5, 4)
-    free, clipped = make_chain(golden_mar, False), make_chain(golden_mar, False, clip_sample_range=1.5)
-    assert free.predict(y, 7).x_0.abs().max() > 100
-    assert clipped.predict(y, 7).x_0.abs().max() == 1.5
-    torch.testing.assert_close(clipped.predict(y, 7).x_0, free.predict(y, 7).x_0.clamp(-1.5, 1.5))
+    free, clipped = make_chain(golden_mar, False, 0.0), make_chain(golden_mar, False, 0.0, clip_sample_range=1.5)
+    assert free.predict(y, 7).centre.abs().max() > 100
+    assert clipped.predict(y, 7).centre.abs().max() == 1.5
+    torch.testing.assert_close(clipped.predict(y, 7).centre, free.predict(y, 7).centre.clamp(-1.5, 1.5))
+
+
+def test_the_spread_that_drafts_reckon_with_leaves_transitions_alone(golden_mar):
+    y = torch.randn(5, 4, generator=torch.Generator().manual_seed(2))
+    none, some = (make_chain(golden_mar, True, spread, clip_sample_range=1.5) for spread in (0.0, 0.6))
+    for k in range(8):
+        torch.testing.assert_close(some(y, k).mean, none(y, k).mean, atol=1e-5, rtol=1e-5)
+        assert torch.equal(some(y, k).log_std, none(y, k).log_std)
+    assert (some.decay[:4] - none.decay[:4]).min() > 0.05  # but a draft follows its state more
+
+
+def test_the_centre_of_gaussian_samples_is_their_mean():
+    """Clean samples N(mean, spread^2) with the exact denoiser: what is re-used is the mean, at every state and step."""
+    spread, mean, schedule = 0.4, 0.7, cosine_schedule(8)
+    alpha = 1 / schedule.sqrt_recip_alphas_cumprod**2  # (K,)
+    columns = HoistedHead(MAR(TINY).diffloss.net, schedule, spread)._columns.double()
+    y = torch.linspace(-2, 2, 9, dtype=torch.float64)
+    for k in range(8):
+        x_0 = mean + spread**2 * alpha[k].sqrt() * (y - alpha[k].sqrt() * mean) / (spread**2 * alpha[k] + 1 - alpha[k])
+        torch.testing.assert_close(columns[k, 2] * x_0 - columns[k, 3] * y, torch.full_like(y, mean), atol=1e-3, rtol=0)
 
 
 def test_temperature_scales_every_std_and_zero_leaves_the_means(golden_mar):

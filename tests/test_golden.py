@@ -8,7 +8,7 @@ import torch
 from conftest import TINY, golden, golden_keys, golden_state
 
 from car_spec.adapters.mar import MARAdapter, patchify, remaining_after_each_step, unpatchify
-from car_spec.chain import DiffusionChain, HoistedHead
+from car_spec.chain import SPREAD, DiffusionChain, HoistedHead
 from car_spec.models.diffloss import timestep_embedding
 from car_spec.models.loading import Checkpoint, infer_mar_config
 from car_spec.models.mar import MAR
@@ -71,13 +71,15 @@ def test_head_reproduces_the_release(golden_mar, mar_golden):
 @pytest.mark.parametrize("case, guidance", [("posterior", False), ("posterior_cfg", True)])
 def test_chain_reproduces_every_step_of_the_posterior(golden_mar, mar_golden, case, guidance):
     x, c = mar_golden[f"{case}/x"][:6], mar_golden[f"{case}/c"]
-    head = HoistedHead(golden_mar.diffloss.net, cosine_schedule(8))
-    chain = DiffusionChain(head, c[:6], c[6:] if guidance else None, 2.5 if guidance else 1.0, temperature=0.9)
+    make = lambda spread: DiffusionChain(
+        HoistedHead(golden_mar.diffloss.net, cosine_schedule(8), spread), c[:6], c[6:] if guidance else None, 2.5 if guidance else 1.0, 0.9
+    )
+    chain, clean = make(SPREAD), make(0.0)  # without spread the centre is the clean sample
     for k in range(8):
         expected = {name: mar_golden[f"{case}/{name}"][k][:6] for name in ("mean", "pred_xstart", "log_variance", "noise", "sample")}
         law = chain(x, k)
         coarse = dict(atol=5e-2 if k == 7 else 1e-4, rtol=0)  # step 7 multiplies a rounding of eps by 2e4
-        torch.testing.assert_close(chain.predict(x, k).x_0, expected["pred_xstart"], **coarse)
+        torch.testing.assert_close(clean.predict(x, k).centre, expected["pred_xstart"], **coarse)
         torch.testing.assert_close(law.mean, expected["mean"], **coarse)
         torch.testing.assert_close(law.sample(expected["noise"]), expected["sample"], **coarse)
         if k > 0:
@@ -170,7 +172,7 @@ def noise_in_the_last_step(chain):
 
     def wrong(prediction, y, k):
         law = transition(prediction, y, k)
-        return law if k else law._replace(log_std=chain.head.coefficients(0)[4] + chain.log_temperature + 0 * law.mean)
+        return law if k else law._replace(log_std=chain.head.coefficients(0)[-2] + chain.log_temperature + 0 * law.mean)
 
     chain.transition = wrong
 

@@ -44,12 +44,12 @@ def patchify(latents: torch.Tensor, patch_size: int) -> torch.Tensor:
     return rearrange(latents, "b c (h p) (w q) -> b (h w) (c p q)", p=patch_size, q=patch_size)
 
 
-def unpatchify(tokens: torch.Tensor, patch_size: int) -> torch.Tensor:
-    """The inverse of `patchify` on a square grid."""
+def unpatchify(tokens: torch.Tensor, patch_size: int, rows: int | None = None) -> torch.Tensor:
+    """The inverse of `patchify` on a grid of so many rows; None: on a square one."""
     from einops import rearrange
 
-    side = math.isqrt(tokens.shape[1])
-    return rearrange(tokens, "b (h w) (c p q) -> b c (h p) (w q)", h=side, p=patch_size, q=patch_size)
+    rows = math.isqrt(tokens.shape[1]) if rows is None else rows
+    return rearrange(tokens, "b (h w) (c p q) -> b c (h p) (w q)", h=rows, p=patch_size, q=patch_size)
 
 
 class MARAdapter:

@@ -132,9 +132,9 @@ class CellChain:
         return Prediction(of_state * y - of_velocity * v, y.new_zeros(len(y), 0))  # the std is known: nothing of it to re-use
 
     def transition(self, prediction: Prediction, y: torch.Tensor, k: int | torch.Tensor) -> Gaussian:
-        """The law of y_k given y = y_{k+1} (M, D) and a prediction (its x_0 is the centre), new or re-used."""
+        """The law of y_k given y = y_{k+1} (M, D) and a prediction, new or re-used."""
         *_, decay, gain, log_std = self.adapter.coefficients(k)
-        mean = decay * y + gain * prediction.x_0
+        mean = decay * y + gain * prediction.centre
         return Gaussian(mean, log_std.expand_as(mean))
 
     def __call__(self, y: torch.Tensor, k: int | torch.Tensor, rows: torch.Tensor | None = None) -> Gaussian:

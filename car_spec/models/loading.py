@@ -20,6 +20,7 @@ from car_spec.models.presets import PRESETS
 from car_spec.models.xar import XAR, XARConfig, causal_mask
 
 SUFFIXES = (".safetensors", ".pth", ".ckpt", ".pt", ".bin")
+INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")  # of a checkpoint cut into several files
 USUAL_NAMES = ("checkpoint-last.pth", "model.safetensors")  # taken where a folder holds several files
 COPIES = ("model_ema", "model", "state_dict")  # in this order of preference
 WRAPPER_PREFIXES = ("module.", "_orig_mod.")  # left behind by data-parallel training and by torch.compile
@@ -70,6 +71,9 @@ def find_file(path: Path) -> Path:
     """The checkpoint file of a folder; a file is its own."""
     if not path.is_dir():
         return path
+    for index in INDEX_NAMES:
+        if (path / index).exists():
+            return path / index
     files = sorted(f for f in path.iterdir() if f.suffix in SUFFIXES)
     usual = [f for f in files if f.name in USUAL_NAMES]
     if len(files) == 1 or usual:
@@ -80,12 +84,14 @@ def find_file(path: Path) -> Path:
 
 
 def read_checkpoint(path: Path, weights: str | None = None) -> Checkpoint:
-    """Read one file, mapped and not copied.
+    """Read one file, or the files that an index names, mapped and not copied.
 
     weights: the copy to take, `model_ema` or `model`; None takes the average where the file has one, and says so if it
     is empty. Wrapping prefixes are stripped. Pickled code is refused, `argparse.Namespace` excepted.
     """
     path = find_file(Path(path))
+    if path.name in INDEX_NAMES:
+        return _read_shards(path, weights)
     if path.suffix == ".safetensors":
         return _read_safetensors(path, weights)
     content = _read_pickle(path)
@@ -96,6 +102,22 @@ def read_checkpoint(path: Path, weights: str | None = None) -> Checkpoint:
     if not tensors:
         raise CheckpointError(f"{path} holds no tensors (its keys: {', '.join(map(str, list(content)[:6]))})")
     return Checkpoint(path, copy, tensors)
+
+
+def _read_shards(index: Path, weights: str | None) -> Checkpoint:
+    try:
+        names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{index} is no index of a checkpoint: it has no weight_map") from None
+    state: dict[str, torch.Tensor] = {}
+    for name in names:
+        if Path(name).name != name or Path(name).suffix not in SUFFIXES or not (index.parent / name).exists():
+            raise CheckpointError(f"{index} names {name}, which does not lie beside it")
+        part = read_checkpoint(index.parent / name, weights)
+        state |= part.state
+    if not names:
+        raise CheckpointError(f"{index} names no file")
+    return Checkpoint(index, part.copy, state)
 
 
 def _strip(name: str) -> str:
@@ -201,7 +223,8 @@ def identify(state: Iterable[str]) -> str | None:
     return None
 
 
-def _depth(names: Iterable[str], prefix: str) -> int:
+def count_layers(names: Iterable[str], prefix: str) -> int:
+    """One more than the highest number behind a prefix."""
     return 1 + max((int(n[len(prefix) :].split(".")[0]) for n in names if n.startswith(prefix)), default=-1)
 
 
@@ -222,11 +245,11 @@ def infer_mar_config(checkpoint: Checkpoint, num_heads: int | None = None) -> MA
         token_dim=token_dim,
         num_classes=classes,
         width=width,
-        encoder_depth=_depth(state, "encoder_blocks."),
-        decoder_depth=_depth(state, "decoder_blocks."),
+        encoder_depth=count_layers(state, "encoder_blocks."),
+        decoder_depth=count_layers(state, "decoder_blocks."),
         num_heads=heads,
         head_width=head_width,
-        head_depth=_depth(state, "diffloss.net.res_blocks."),
+        head_depth=count_layers(state, "diffloss.net.res_blocks."),
         buffer_size=buffer_size,
         mlp_ratio=hidden / width,
     )
@@ -265,8 +288,8 @@ def infer_xar_config(checkpoint: Checkpoint, num_heads: int | None = None) -> XA
         token_dim=token_dim,
         num_classes=rows - 1,
         width=width,
-        encoder_depth=_depth(state, "encoder_blocks."),
-        decoder_depth=_depth(state, "decoder_blocks."),
+        encoder_depth=count_layers(state, "encoder_blocks."),
+        decoder_depth=count_layers(state, "decoder_blocks."),
         num_heads=_num_heads(checkpoint, "xar", width, num_heads or stored),
         mlp_hidden=hidden,
         num_cells=checkpoint.metadata.get("num_cells") or _cells_of_mask(state.get("mask"), tokens) or 4,

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,14 @@ class MARConfig:
             raise ValueError(f"num_tokens {self.num_tokens} is not a square: MAR's tokens form a square grid")
         if self.width % self.num_heads:
             raise ValueError(f"width {self.width} is not a multiple of num_heads {self.num_heads}")
+
+
+class PositionTables(NamedTuple):
+    """Learned positions of one grid of N tokens; S buffer rows come first where there are any."""
+
+    encoder: torch.Tensor  # (1, S + N, W)
+    decoder: torch.Tensor  # (1, S + N, W)
+    diffusion: torch.Tensor  # (1, N, W)
 
 
 class MAR(nn.Module):
@@ -76,15 +84,31 @@ class MAR(nn.Module):
             nn.init.normal_(parameter, std=0.02)
         self.diffloss.net.init_weights()
 
-    def forward_mae_encoder(self, tokens: torch.Tensor, mask: torch.Tensor, class_vectors: torch.Tensor) -> torch.Tensor:
+    def position_tables(self, grid: tuple[int, int] | None = None) -> PositionTables:
+        """The tables as learned, or resized to a grid of (rows, columns): bilinear between the centres of tokens; buffer rows stay."""
+        tables = (self.encoder_pos_embed_learned, self.decoder_pos_embed_learned, self.diffusion_pos_embed_learned)
+        side, size = math.isqrt(self.config.num_tokens), self.config.buffer_size
+        if grid is None or grid == (side, side):
+            return PositionTables(*tables)
+        if min(grid) < 1:
+            raise ValueError(f"grid {grid[0]}x{grid[1]} has no tokens")
+        buffers = (tables[0][:, :size], tables[1][:, :size], tables[2][:, :0])
+        images = [table[:, -side * side :].unflatten(1, (side, side)).permute(0, 3, 1, 2) for table in tables]  # (1, W, side, side)
+        resized = [F.interpolate(x.float(), grid, mode="bilinear").to(x.dtype).flatten(2).mT for x in images]  # (1, N, W)
+        return PositionTables(*(torch.cat(parts, 1) for parts in zip(buffers, resized)))
+
+    def forward_mae_encoder(
+        self, tokens: torch.Tensor, mask: torch.Tensor, class_vectors: torch.Tensor, positions: PositionTables | None = None
+    ) -> torch.Tensor:
         """tokens (B, N, D), mask (B, N), class vectors (B, W) -> (B, S + known, W): buffer slots, then the known tokens in raster order.
 
         Unknown tokens are dropped; their values do not matter. Rows with fewer known tokens than others are padded at the end, and
-        no row attends to padding.
+        no row attends to padding. positions: those of another grid than the model's own.
         """
+        table = (positions or self.position_tables()).encoder
         buffer = class_vectors[:, None].expand(-1, self.config.buffer_size, -1)  # (B, S, W)
         x = torch.cat([buffer, self.z_proj(tokens)], 1)  # (B, S + N, W)
-        x = self.z_proj_ln(x + self.encoder_pos_embed_learned)
+        x = self.z_proj_ln(x + table)
         slots = self._known_slots(mask)  # (B, S + N)
         real = _front(slots)
         known = x.new_zeros(*real.shape, x.shape[-1])  # (B, S + known, W)
@@ -94,16 +118,17 @@ class MAR(nn.Module):
             known = run_block(block, known, attention_mask)
         return self.encoder_norm(known)
 
-    def forward_mae_decoder(self, encoded: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Encoder output and the same mask -> z (B, N, W): the condition of the diffusion head at every position."""
+    def forward_mae_decoder(self, encoded: torch.Tensor, mask: torch.Tensor, positions: PositionTables | None = None) -> torch.Tensor:
+        """Encoder output, the same mask and positions -> z (B, N, W): the condition of the diffusion head at every position."""
+        tables = positions or self.position_tables()
         slots = self._known_slots(mask)  # (B, S + N)
         embedded = self.decoder_embed(encoded)
         x = self.mask_token.to(embedded.dtype).expand(*slots.shape, -1).clone()
         x[slots] = embedded[_front(slots)]
-        x = x + self.decoder_pos_embed_learned
+        x = x + tables.decoder
         for block in self.decoder_blocks:
             x = block(x)
-        return self.decoder_norm(x)[:, self.config.buffer_size :] + self.diffusion_pos_embed_learned
+        return self.decoder_norm(x)[:, self.config.buffer_size :] + tables.diffusion
 
     def _known_slots(self, mask: torch.Tensor) -> torch.Tensor:
         """(B, N) -> (B, S + N) bool: the buffer always, and the known tokens."""

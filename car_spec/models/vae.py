@@ -136,7 +136,11 @@ def load_vae(path: Path) -> "AutoencoderKL":
 
 
 def vae_state(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Its parameters from a file of its own, or from a Harmon file that holds it under `vae.`."""
     kind = identify(checkpoint.state)
+    inside = {name.removeprefix("vae."): value for name, value in checkpoint.state.items() if name.startswith("vae.")}
+    if kind == "harmon" and inside:
+        return inside
     if kind != "vae":
         found = f"a {kind} checkpoint" if kind else f"none of the autoencoder's keys: 0 of {len(checkpoint.state)} keys matched"
         raise CheckpointError(f"--vae {checkpoint.path} holds {found}")

@@ -521,3 +521,36 @@ def test_p31_equal_settings_write_one_folder_and_other_networks_another(xar_file
     (tmp_path / "out" / "000001.png").unlink()
     assert main(arguments) == 0 and (tmp_path / "out" / "000001.png").read_bytes() == before
     assert main([*arguments, "--num-inference-steps", "5"]) == 2
+
+
+# --- the shipped weights
+
+
+@pytest.fixture(scope="module")
+def demo_xar():
+    return load_pipeline("demo-xar", draft="demo-xar-draft")
+
+
+def test_target_and_draft_have_the_promised_sizes(demo_xar, demo):
+    count = lambda pipeline: sum(parameter.numel() for parameter in pipeline.model.parameters())
+    assert 4e6 <= count(demo_xar) <= 6e6 and count(demo_xar.draft) <= count(demo_xar) / 5
+    assert demo_xar.image_size == 32 and demo_xar.model.config.num_cells == 4
+    assert demo_xar.class_names == demo.class_names and len(demo.class_names) == demo_xar.num_classes
+
+
+@pytest.mark.parametrize("arguments", [dict(sampler="sequential"), dict(sampler="lossless"), dict(drafter="model")])
+def test_the_shipped_model_makes_emoji_of_its_classes_on_a_white_ground(demo_xar, arguments):
+    output = demo_xar(
+        ["face-smiling"] * 6 + ["country-flag"] * 6, generator=seeded(*range(12)), output_type="pt", num_inference_steps=25, **arguments
+    )
+    corners = output.images[:, :, [0, 0, -1, -1], [0, -1, 0, -1]]
+    assert corners.mean() > 0.9
+    middle = output.images[:6, :, 6:26, 6:26].mean((0, 2, 3))
+    assert middle[0] > 0.75 and middle[1] > 0.55 and middle[2] < 0.55  # yellow
+    height = lambda images: images.mean(1).lt(0.9).any(2).float().sum(1).mean()  # rows that are not blank
+    assert height(output.images[6:]) < height(output.images[:6])  # flags are lower than faces
+
+
+def test_the_lossless_sampler_takes_a_fraction_of_the_calls(demo_xar):
+    output = demo_xar(["face-smiling"], generator=seeded(0), output_type="latent")
+    assert output.trace.sequential_calls < 203 / 2.5 and output.trace.chain.fallbacks == 0

@@ -15,7 +15,13 @@ from car_spec.engine import LosslessSettings
 from car_spec.eval.distances import energy_test, frechet_distance, principal_components
 from car_spec.pipeline import MARPipeline, image_seed, synchronise
 from car_spec.trace import summary
+from car_spec.xar_pipeline import XARPipeline
 
+CELL_CONTENDERS: dict[str, dict[str, Any]] = {
+    "lossless, token-wise": {"token_wise": True},
+    "lossless, frozen": {"drafter": "frozen"},
+    "lossless, block": {},
+}
 COMPONENTS = 32  # of the latents, for the quality columns
 
 
@@ -44,22 +50,33 @@ def contenders(pipeline: MARPipeline, base: dict[str, Any], lossless: dict[str, 
     whole = pipeline.settings(**base)
     num_iter, num_steps = whole["num_iter"], whole["num_inference_steps"]
     out = [Contender("sequential", base)]
-    for divisor in (2, 4):
+    cells = isinstance(pipeline, XARPipeline)  # an xAR has one number of AR steps
+    for divisor in () if cells else (2, 4):
         if num_iter >= divisor:
             out.append(Contender(f"sequential, {num_iter // divisor} AR steps", base | {"num_iter": num_iter // divisor}))
     for fewer in (50, 25):
         if fewer < num_steps:
             out.append(Contender(f"sequential, {fewer} denoising steps", base | {"num_inference_steps": fewer}))
+    if cells:
+        out += [Contender(name, base | lossless | {"sampler": "lossless"} | own) for name, own in CELL_CONTENDERS.items()]
+        if pipeline.draft is not None:
+            out.append(Contender("lossless, draft model", base | lossless | {"sampler": "lossless", "drafter": "model"}))
+    else:
+        out += _token_contenders(pipeline, base, lossless, batch_size)
+    for run in out:
+        pipeline.settings(**run.settings)  # refuses a bad value before the long work
+    return out
+
+
+def _token_contenders(pipeline: MARPipeline, base: dict[str, Any], lossless: dict[str, Any], batch_size: int) -> list[Contender]:
     fixed = base | {name: getattr(LosslessSettings, name) for name in ("lookahead", "window")} | lossless | {"sampler": "lossless"}
-    out.append(Contender("lossless, token-wise", fixed | {"token_wise": True}))
+    out = [Contender("lossless, token-wise", fixed | {"token_wise": True})]
     out.append(Contender("lossless, block", fixed))
     tuned = pipeline.tune(batch_size, pipeline.settings(**(base | {"sampler": "lossless", "lookahead": "auto"})))
     choice = "sequential" if tuned["sampler"] == "sequential" else f"lookahead {tuned['lookahead']}, window {tuned['window']}"
     out.append(Contender(f"lossless, auto: {choice}", tuned))
     if pipeline.draft is not None:
         out += [Contender(f"CSpD (approximate), {name}", base | {"sampler": "cspd", "variant": name}) for name in VARIANTS]
-    for run in out:
-        pipeline.settings(**run.settings)  # refuses a bad value before the long work
     return out
 
 

@@ -53,7 +53,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     model = argparse.ArgumentParser(add_help=False)
     group = model.add_argument_group("model")
-    group.add_argument("--model", default="demo", help="demo, demo-draft, a checkpoint file or folder, or a hub id (default: demo)")
+    group.add_argument(
+        "--model", default="demo", help="a demo (demo, demo-draft, demo-xar), a checkpoint, its folder, or a hub id (default: demo)"
+    )
     group.add_argument("--vae", help="autoencoder: kl16.ckpt or a diffusers folder (default: what lies beside the model)")
     group.add_argument("--weights", choices=["model_ema", "model"], help="copy of the weights (default: model_ema where there is one)")
     group.add_argument("--num-heads", type=int, help="attention heads, needed for sizes without a preset only")

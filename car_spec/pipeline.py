@@ -25,7 +25,12 @@ if TYPE_CHECKING:
     from car_spec.models.mar import MAR
 
 DEMO_FOLDER = Path(__file__).parent / "demo"
-DEMO_MODELS = {"demo": "mar.safetensors", "demo-draft": "mar-draft.safetensors"}
+DEMO_MODELS = {
+    "demo": "mar.safetensors",
+    "demo-draft": "mar-draft.safetensors",
+    "demo-xar": "xar.safetensors",
+    "demo-xar-draft": "xar-draft.safetensors",
+}
 LOSSLESS_SETTINGS = ("lookahead", "window", "final_tolerance", "token_wise", "drafter")
 CSPD_SETTINGS = ("variant", "draft_length", "prefill", "aligned")
 SAMPLERS = {"lossless": LOSSLESS_SETTINGS, "sequential": (), "cspd": CSPD_SETTINGS}  # and the settings that only they know
@@ -85,7 +90,7 @@ class MARPipeline:
         self.source = source
         self.model, self.vae, self.preset = model, vae, preset
         self.clip_sample_range = clip_sample_range
-        self.num_classes = model.class_emb.weight.shape[0]
+        self.num_classes = model.config.num_classes
         self.class_names = list(class_names) if class_names else None
         self.num_tokens, token_dim = model.config.num_tokens, model.config.token_dim
         channels = vae.config.latent_channels
@@ -109,6 +114,7 @@ class MARPipeline:
     def set_draft(self, draft: "MARPipeline") -> None:
         """Let another model draft for `drafter="model"`. It must speak the same tokens; what differs is named with both values."""
         pairs = {
+            "as kind of network": (type(self.model).__name__, type(draft.model).__name__),
             "tokens": (self.num_tokens, draft.num_tokens),
             "numbers a token": (self.model.config.token_dim, draft.model.config.token_dim),
             "classes": (self.num_classes, draft.num_classes),
@@ -126,7 +132,7 @@ class MARPipeline:
 
     @property
     def device(self) -> torch.device:
-        return self.model.fake_latent.device
+        return self.model.z_proj.weight.device
 
     def class_ids(self, class_labels: Sequence[int | str]) -> list[int]:
         """Ids or names -> ids, checked on the host before any kernel sees them."""
@@ -407,28 +413,31 @@ def load_pipeline(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> MARPipeline:
-    """Load a model and its autoencoder.
+    """Load a model, MAR or xAR, and its autoencoder.
 
-    model: `demo`, `demo-draft`, a checkpoint file, a folder with one, or a hub id (organisation/name, or with /file behind it).
+    model: one of `DEMO_MODELS`, a checkpoint file, a folder with one, or a hub id (organisation/name, or with /file behind it).
     vae: the same for the autoencoder (`kl16.ckpt`, or a folder saved by diffusers). None looks for `vae` and `kl16.ckpt`
     beside the model, and in the two folders above it. weights: `model_ema` (taken when None, where there is one) or `model`.
     num_heads: only for sizes without a preset. image_size: refused where it is not the model's, before any weight is
     copied. draft: a model of the same tokens that may draft (`drafter="model"`). dtype: of the transformers and their heads.
     Raises CheckpointError (a ValueError) in one sentence.
     """
-    from car_spec.models.loading import find_file, load_mar, read_checkpoint, resolve
+    from car_spec.models.loading import find_file, identify, load_mar, load_xar, read_checkpoint, resolve
     from car_spec.models.vae import load_vae
+    from car_spec.xar_pipeline import XARPipeline
 
     file = DEMO_FOLDER / DEMO_MODELS[str(model)] if str(model) in DEMO_MODELS else find_file(resolve(model))
     checkpoint = read_checkpoint(file, weights)
-    network = load_mar(checkpoint, num_heads=num_heads)
+    kind = "xar" if identify(checkpoint.state) == "xar" else "mar"
+    network: Any = (load_xar if kind == "xar" else load_mar)(checkpoint, num_heads=num_heads)
+    own_num_iter = network.config.num_cells if kind == "xar" else network.config.num_tokens
     vae_path = resolve(vae, "--vae") if vae is not None else vae_beside(file)
     stored = checkpoint.metadata.get("preset")
-    preset = Preset(**stored) if stored else PRESETS.get(("mar", network.config.width))
-    pipeline = MARPipeline(
+    preset = Preset(**stored) if stored else PRESETS.get((kind, network.config.width))
+    pipeline = (XARPipeline if kind == "xar" else MARPipeline)(
         network,
         load_vae(vae_path),
-        preset or Preset(name=file.stem, num_heads=network.config.num_heads, num_iter=network.config.num_tokens),
+        preset or Preset(name=file.stem, num_heads=network.config.num_heads, num_iter=own_num_iter),
         clip_sample_range=checkpoint.metadata.get("clip_sample_range"),
         class_names=checkpoint.metadata.get("class_names") or imagenet_class_names(network.config.num_classes),
         source=WeightsSource(file, checkpoint.copy, vae_path),

@@ -1,9 +1,11 @@
-"""Train the demo models on emoji64: a small autoencoder, then a MAR target and a MAR draft over its latents.
+"""Train the demo models on emoji64: a small autoencoder, then a MAR target and draft, and an xAR target and draft, over its latents.
 
     python scripts/train_demo.py vae    --data emoji64.npz --out runs/demo
     python scripts/train_demo.py target --data emoji64.npz --out runs/demo
     python scripts/train_demo.py draft  --data emoji64.npz --out runs/demo
     python scripts/train_demo.py export --data emoji64.npz --out runs/demo
+
+and for xAR, with the autoencoder that `export` packed, xar-target, xar-draft and xar-export.
 
 Every stage can be killed and started again: it continues from `<out>/<stage>/checkpoint-last.pth`, which is rewritten
 every few minutes together with a picture of reconstructions or samples. `export` packs the averages for shipping.
@@ -15,6 +17,7 @@ import math
 import os
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,7 +39,12 @@ MAR_SIZES = dict(
     target=dict(width=160, encoder_depth=4, decoder_depth=4, num_heads=5, head_width=192, head_depth=3),
     draft=dict(width=80, encoder_depth=2, decoder_depth=3, num_heads=4, head_width=96, head_depth=2),
 )
+XAR_SIZES = {
+    "xar-target": dict(width=192, encoder_depth=3, decoder_depth=3, num_heads=6, mlp_hidden=512),
+    "xar-draft": dict(width=96, encoder_depth=2, decoder_depth=2, num_heads=3, mlp_hidden=256),
+}
 DEMO_PRESET = dict(num_iter=64, num_inference_steps=100, guidance_scale=3.0, guidance_schedule="constant")
+XAR_PRESET = dict(num_iter=4, num_inference_steps=50, guidance_scale=3.0)
 CLIP_SAMPLE_RANGE = 4.0  # in latent standard deviations
 # All 99 subcategories are too many for this size and training time; these keep about half of the emoji.
 DEMO_CATEGORIES = ("Smileys & Emotion", "Animals & Nature", "Food & Drink", "Flags")
@@ -198,6 +206,32 @@ def balanced_weights(arrays):
     return torch.from_numpy(1.0 / counts[group])
 
 
+class DemoLatents(NamedTuple):
+    """The demo's classes as the autoencoder's posteriors, before scaling."""
+
+    names: list[str]  # of the classes
+    mean: torch.Tensor  # (N, C, 8, 8) of the training images
+    std: torch.Tensor
+    labels: torch.Tensor  # (N,)
+    weights: torch.Tensor  # (N,), see `balanced_weights`
+    held_mean: torch.Tensor  # of the held-out images
+    held_labels: torch.Tensor
+
+    def batch(self, scale, size, g):
+        """A random batch of scaled latents, drawn from their posteriors, and its labels."""
+        chosen = torch.multinomial(self.weights, size, replacement=True, generator=g)
+        noise = torch.randn(size, *self.mean.shape[1:], generator=g)
+        return scale * (self.mean[chosen] + self.std[chosen] * noise), self.labels[chosen]
+
+
+def demo_latents(path, vae):
+    names = demo_classes(path)
+    (images, train), (held_images, held) = (load_images(path, split, names) for split in (0, 1))
+    rank = torch.tensor([names.index(n) if n in names else -1 for n in train["subcategory_names"]])
+    labels, held_labels = (rank[torch.from_numpy(arrays["subcategory"]).long()] for arrays in (train, held))
+    return DemoLatents(names, *encode_all(vae, images), labels, balanced_weights(train), encode_all(vae, held_images)[0], held_labels)
+
+
 def train_mar(args):
     from diffusers import AutoencoderKL
 
@@ -210,37 +244,30 @@ def train_mar(args):
     torch.manual_seed(0)
     out = args.out / args.stage
     vae = AutoencoderKL.from_pretrained(args.out / "vae" / "ema").eval()
-    names = demo_classes(args.data)
-    (images, train), (held_images, held) = (load_images(args.data, split, names) for split in (0, 1))
-    mean, std = encode_all(vae, images)
-    held_mean, _ = encode_all(vae, held_images)
-    scale = 1 / (mean.square() + std.square()).mean().sqrt().item()
+    data = demo_latents(args.data, vae)
+    names, held_labels = data.names, data.held_labels
+    scale = 1 / (data.mean.square() + data.std.square()).mean().sqrt().item()
     vae.register_to_config(scaling_factor=scale)
     vae.save_pretrained(args.out / "vae" / "ema")
 
-    rank = torch.tensor([names.index(n) if n in names else -1 for n in train["subcategory_names"]])
-    labels, held_labels = (rank[torch.from_numpy(arrays["subcategory"]).long()] for arrays in (train, held))
-    weights = balanced_weights(train)
-    config = MARConfig(num_tokens=64, token_dim=mean.shape[1], num_classes=len(names), buffer_size=4, **MAR_SIZES[args.stage])
+    config = MARConfig(num_tokens=64, token_dim=data.mean.shape[1], num_classes=len(names), buffer_size=4, **MAR_SIZES[args.stage])
     model = MAR(config)
     model.init_weights()
     print(
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(images)} images, scale {scale:.4f}",
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(data.mean)} images, scale {scale:.4f}",
         flush=True,
     )
 
     def loss_fn(model, step):
         g = step_generator(step)
-        chosen = torch.multinomial(weights, args.batch_size or 64, replacement=True, generator=g)
-        noise = torch.randn(len(chosen), *mean.shape[1:], generator=g)
-        tokens = patchify(scale * (mean[chosen] + std[chosen] * noise), 1)
+        latents, labels = data.batch(scale, args.batch_size or 64, g)
         # the plain attention kernel: at 68 tokens its backward pass is twice as fast on a CPU as the fused one's
         with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
-            return model(tokens, labels[chosen], g, repeats=2)
+            return model(patchify(latents, 1), labels, g, repeats=2)
 
     @torch.no_grad()
     def held_out_loss(model):
-        g, tokens = step_generator(0), patchify(scale * held_mean, 1)
+        g, tokens = step_generator(0), patchify(scale * data.held_mean, 1)
         return np.mean([model(tokens, held_labels, g, label_drop=0.0, repeats=2).item() for _ in range(4)])
 
     preset = Preset(name=args.stage, num_heads=config.num_heads, **DEMO_PRESET)
@@ -273,40 +300,97 @@ def train_mar(args):
     )
 
 
-def export(args):
-    """The averages as they ship: float16 safetensors whose header holds what shapes cannot tell, and the autoencoder."""
+def train_xar(args):
+    """Target and draft over the latents of the shipped autoencoder, whose scale is kept."""
     from diffusers import AutoencoderKL
+
+    from car_spec.models.xar import XAR, XARConfig, to_cells
+
+    torch.manual_seed(0)
+    vae = AutoencoderKL.from_pretrained(args.package / "vae").eval()
+    data, scale = demo_latents(args.data, vae), vae.config.scaling_factor
+    config = XARConfig(num_tokens=64, token_dim=data.mean.shape[1], num_classes=len(data.names), **XAR_SIZES[args.stage])
+    model = XAR(config)
+    model.init_weights()
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(data.mean)} images", flush=True)
+
+    def loss_fn(model, step):
+        g = step_generator(step)
+        latents, labels = data.batch(scale, args.batch_size or 64, g)
+        with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
+            return model(to_cells(latents, config.num_cells), labels, g)
+
+    @torch.no_grad()
+    def evaluate(model, step):
+        g, cells = step_generator(0), to_cells(scale * data.held_mean, config.num_cells)
+        loss = np.mean([model(cells, data.held_labels, g, label_drop=0.0).item() for _ in range(8)])
+        return f"held-out loss {loss:.4f}"
+
+    fit(
+        model,
+        loss_fn,
+        evaluate,
+        args.out / args.stage,
+        steps=args.steps or 4000,
+        lr=args.lr or 1e-3,
+        weight_decay=0.02,
+        ema_decay=0.999,
+        checkpoint_seconds=240,
+    )
+
+
+def pack(args, stage, name, metadata):
+    """The average of a stage as it ships: float16 safetensors whose header holds what shapes cannot tell."""
     from safetensors.torch import save_file
 
     from car_spec.models.loading import METADATA_KEY
 
-    names = demo_classes(args.data)
+    state = torch.load(args.out / stage / "checkpoint-last.pth", map_location="cpu", weights_only=True)
+    weights = {key: value.half() for key, value in state["model_ema"].items()}
+    metadata = dict(class_names=demo_classes(args.data), copy="model_ema", **metadata)
+    path = args.package / f"{name}.safetensors"
+    save_file(weights, path, {METADATA_KEY: json.dumps(metadata)})
+    path.chmod(0o644)
+    count = sum(value.numel() for value in weights.values())
+    print(f"{name}: {count / 1e6:.2f} M parameters, {state['step']} steps, {state['seconds'] / 60:.0f} minutes")
+
+
+def export_xar(args):
+    for stage, name in (("xar-target", "xar"), ("xar-draft", "xar-draft")):
+        heads = XAR_SIZES[stage]["num_heads"]
+        preset = dict(name="demo-xar" if stage == "xar-target" else "demo-xar-draft", num_heads=heads, **XAR_PRESET)
+        pack(args, stage, name, dict(num_heads=heads, num_cells=4, preset=preset))
+
+
+def export(args):
+    """The two MAR, and the autoencoder."""
+    from diffusers import AutoencoderKL
+
     for stage, name in (("target", "mar"), ("draft", "mar-draft")):
-        state = torch.load(args.out / stage / "checkpoint-last.pth", map_location="cpu", weights_only=True)
         heads = MAR_SIZES[stage]["num_heads"]
-        metadata = dict(
-            num_heads=heads,
-            clip_sample_range=CLIP_SAMPLE_RANGE,
-            class_names=names,
-            copy="model_ema",
-            preset=dict(name="demo" if stage == "target" else "demo-draft", num_heads=heads, **DEMO_PRESET),
-        )
-        weights = {key: value.half() for key, value in state["model_ema"].items()}
-        save_file(weights, args.package / f"{name}.safetensors", {METADATA_KEY: json.dumps(metadata)})
-        count = sum(value.numel() for value in weights.values())
-        print(f"{name}: {count / 1e6:.2f} M parameters, {state['step']} steps, {state['seconds'] / 60:.0f} minutes")
+        preset = dict(name="demo" if stage == "target" else "demo-draft", num_heads=heads, **DEMO_PRESET)
+        pack(args, stage, name, dict(num_heads=heads, clip_sample_range=CLIP_SAMPLE_RANGE, preset=preset))
     AutoencoderKL.from_pretrained(args.out / "vae" / "ema").save_pretrained(args.package / "vae")
     config = args.package / "vae" / "config.json"
     values = json.loads(config.read_text())
     values.pop("_name_or_path", None)  # a path of the machine it was trained on
     config.write_text(json.dumps(values, indent=2) + "\n")
-    for path in args.package.rglob("*.safetensors"):
+    for path in (args.package / "vae").rglob("*.safetensors"):
         path.chmod(0o644)
 
 
 def main():
+    stages = {
+        "vae": train_vae,
+        "target": train_mar,
+        "draft": train_mar,
+        "xar-target": train_xar,
+        "xar-draft": train_xar,
+        "export": export,
+        "xar-export": export_xar,
+    }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["vae", "target", "draft", "export"])
+    parser.add_argument("stage", choices=stages)
     parser.add_argument("--data", required=True, type=Path, help="emoji64.npz")
     parser.add_argument("--out", default=Path("runs/demo"), type=Path, help="checkpoints and pictures go here")
     parser.add_argument("--package", default=Path("car_spec/demo"), type=Path, help="where export writes")
@@ -315,7 +399,7 @@ def main():
     parser.add_argument("--lr", type=float, help="highest learning rate; each stage has its own default")
     args = parser.parse_args()
     torch.set_flush_denormal(True)
-    {"vae": train_vae, "target": train_mar, "draft": train_mar, "export": export}[args.stage](args)
+    stages[args.stage](args)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import pickletools
 import re
 import struct
@@ -16,6 +17,7 @@ from torch import nn
 
 from car_spec.models.mar import MAR, MARConfig
 from car_spec.models.presets import PRESETS
+from car_spec.models.xar import XAR, XARConfig, causal_mask
 
 SUFFIXES = (".safetensors", ".pth", ".ckpt", ".pt", ".bin")
 INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")  # of a checkpoint cut into several files
@@ -237,12 +239,7 @@ def infer_mar_config(checkpoint: Checkpoint, num_heads: int | None = None) -> MA
         hidden = state["encoder_blocks.0.mlp.fc1.weight"].shape[0]
     except KeyError as missing:
         raise CheckpointError(f"{checkpoint.path} looks like a MAR checkpoint but has no {missing.args[0]}") from None
-    preset = PRESETS.get(("mar", width))
-    heads = num_heads or checkpoint.metadata.get("num_heads") or (preset.num_heads if preset else None)
-    if heads is None:
-        raise CheckpointError(
-            f"{checkpoint.path} has width {width}, which is no preset's, and files do not store the number of heads: give --num-heads"
-        )
+    heads = _num_heads(checkpoint, "mar", width, num_heads)
     return MARConfig(
         num_tokens=tokens,
         token_dim=token_dim,
@@ -256,6 +253,56 @@ def infer_mar_config(checkpoint: Checkpoint, num_heads: int | None = None) -> MA
         buffer_size=buffer_size,
         mlp_ratio=hidden / width,
     )
+
+
+def _num_heads(checkpoint: Checkpoint, kind: str, width: int, given: int | None) -> int:
+    """From the argument, the file's own metadata, or the presets."""
+    preset = PRESETS.get((kind, width))
+    heads = given or checkpoint.metadata.get("num_heads") or (preset.num_heads if preset else None)
+    if heads is None:
+        raise CheckpointError(
+            f"{checkpoint.path} has width {width}, which is no preset's, and files do not store the number of heads: give --num-heads"
+        )
+    return heads
+
+
+def infer_xar_config(checkpoint: Checkpoint, num_heads: int | None = None) -> XARConfig:
+    """The architecture from tensor shapes; heads also from the width of the release's rotary tables, cells from its mask.
+
+    Both are only looked at: where they are absent or damaged, heads come from elsewhere and there are 4 cells.
+    """
+    state = checkpoint.state
+    try:
+        rows, width = state["class_emb.weight"].shape
+        tokens = state["encoder_pos_embed_learned"].shape[1]
+        token_dim = state["pred.weight"].shape[0]
+        hidden = state["encoder_blocks.0.mlp.fc2.weight"].shape[1]
+    except KeyError as missing:
+        raise CheckpointError(f"{checkpoint.path} looks like an xAR checkpoint but has no {missing.args[0]}") from None
+    table = state.get("encoder_blocks.0.attn.rope.freqs_cos")
+    stored = width // table.shape[-1] if table is not None and 0 < table.shape[-1] <= width else None
+    if None not in (num_heads, stored) and num_heads != stored:
+        raise CheckpointError(f"--num-heads {num_heads}: {checkpoint.path} has rotary tables for {stored} heads")
+    return XARConfig(
+        num_tokens=tokens,
+        token_dim=token_dim,
+        num_classes=rows - 1,
+        width=width,
+        encoder_depth=count_layers(state, "encoder_blocks."),
+        decoder_depth=count_layers(state, "decoder_blocks."),
+        num_heads=_num_heads(checkpoint, "xar", width, num_heads or stored),
+        mlp_hidden=hidden,
+        num_cells=checkpoint.metadata.get("num_cells") or _cells_of_mask(state.get("mask"), tokens) or 4,
+    )
+
+
+def _cells_of_mask(mask: torch.Tensor | None, tokens: int) -> int | None:
+    """The number of cells whose mask (1, 1, N, N), 0 where a token may look, this is; None if it is none's."""
+    if mask is None or mask.shape[-2:] != (tokens, tokens):
+        return None
+    may_look = (mask == 0).view(tokens, tokens)
+    squares = [n**2 for n in range(2, math.isqrt(tokens) + 1) if tokens % n**2 == 0]
+    return next((n for n in squares if torch.equal(may_look, causal_mask(n, tokens // n, 0, mask.device))), None)
 
 
 def load_strictly(module: nn.Module, state: Mapping[str, torch.Tensor], path: Path) -> None:
@@ -280,18 +327,38 @@ def load_mar(checkpoint: Checkpoint, *, num_heads: int | None = None, **expected
 
     expected: values of `MARConfig` that the file must agree with, for instance head_depth=6.
     """
-    kind = identify(checkpoint.state)
-    if kind != "mar":
-        found = f"a {kind} checkpoint" if kind else f"no known model: 0 of its {len(checkpoint.state)} keys matched MAR's"
-        raise CheckpointError(f"{checkpoint.path} holds {found}, where a MAR checkpoint is expected")
+    _require_kind(checkpoint, "mar", "MAR")
     config = infer_mar_config(checkpoint, num_heads)
-    unknown = set(expected) - {f.name for f in fields(MARConfig)}
-    if unknown:
-        raise TypeError(f"{', '.join(sorted(unknown))}: no such value of MARConfig")
-    for name, asked in expected.items():
-        if getattr(config, name) != asked:
-            raise CheckpointError(f"{name} {asked} was asked for, but {checkpoint.path} holds {name} {getattr(config, name)}")
+    _require_agreement(config, expected, checkpoint.path)
     with torch.device("meta"):
         model = MAR(config)
     load_strictly(model, checkpoint.state, checkpoint.path)
     return model.eval().requires_grad_(False)
+
+
+def load_xar(checkpoint: Checkpoint, *, num_heads: int | None = None, **expected: int) -> XAR:
+    """The same for xAR. The mask and the rotary tables of the file are left out: the network makes its own."""
+    _require_kind(checkpoint, "xar", "xAR")
+    config = infer_xar_config(checkpoint, num_heads)
+    _require_agreement(config, expected, checkpoint.path)
+    with torch.device("meta"):
+        model = XAR(config)
+    parameters = {name: value for name, value in checkpoint.state.items() if name != "mask" and ".attn.rope." not in name}
+    load_strictly(model, parameters, checkpoint.path)
+    return model.eval().requires_grad_(False)
+
+
+def _require_kind(checkpoint: Checkpoint, kind: str, name: str) -> None:
+    found = identify(checkpoint.state)
+    if found != kind:
+        what = f"a {found} checkpoint" if found else f"no known model: 0 of its {len(checkpoint.state)} keys matched {name}'s"
+        raise CheckpointError(f"{checkpoint.path} holds {what}, where a {name} checkpoint is expected")
+
+
+def _require_agreement(config: MARConfig | XARConfig, expected: Mapping[str, int], path: Path) -> None:
+    unknown = set(expected) - {f.name for f in fields(config)}
+    if unknown:
+        raise TypeError(f"{', '.join(sorted(unknown))}: no such value of {type(config).__name__}")
+    for name, asked in expected.items():
+        if getattr(config, name) != asked:
+            raise CheckpointError(f"{name} {asked} was asked for, but {path} holds {name} {getattr(config, name)}")

@@ -16,12 +16,15 @@ class Preset:
     temperature: float = 1.0
 
 
-# Li et al. 2024, README of the release: the settings of its table of results;
+# Li et al. 2024 and Ren et al. 2025 (xAR), READMEs of the releases: the settings of their tables of results;
 # and Wu et al. 2025 (Harmon), keyed by the width of its MAR: the settings of its scripts
 PRESETS = {
     ("mar", 768): Preset("mar_base", num_heads=12, num_iter=256, guidance_scale=2.9),
     ("mar", 1024): Preset("mar_large", num_heads=16, num_iter=256, guidance_scale=3.0),
     ("mar", 1280): Preset("mar_huge", num_heads=16, num_iter=256, guidance_scale=3.2),
+    ("xar", 768): Preset("xar_base", num_heads=12, num_iter=4, num_inference_steps=40, guidance_scale=2.7),
+    ("xar", 1024): Preset("xar_large", num_heads=16, num_iter=4, num_inference_steps=50, guidance_scale=2.3),
+    ("xar", 1280): Preset("xar_huge", num_heads=16, num_iter=4, num_inference_steps=50, guidance_scale=2.2),
     ("harmon", 768): Preset("harmon_0.5b", num_heads=12, num_iter=64, guidance_scale=3.0, guidance_schedule="constant"),
     ("harmon", 1280): Preset("harmon_1.5b", num_heads=16, num_iter=64, guidance_scale=3.0, guidance_schedule="constant"),
 }

@@ -273,7 +273,7 @@ def run_generate(args: argparse.Namespace) -> None:
         sampling = RunFolder.chosen_before(args.out, LOSSLESS_CHOICES, sampling) or pipeline.tune(size, sampling)
         chosen = ", ".join(f"{name} {sampling[name]}" for name in LOSSLESS_CHOICES if name in sampling)
         print(f"--lookahead auto: {chosen}", file=sys.stderr)
-    elif sampling["sampler"] == "lossless" and device.type == "cpu" and min(args.batch_size, len(specs)) > 2:
+    elif "lookahead" in sampling and device.type == "cpu" and min(args.batch_size, len(specs)) > 2:
         print(CPU_HINT, file=sys.stderr)
     assert pipeline.source is not None  # load_pipeline sets it
     settings = {

@@ -95,7 +95,11 @@ def build_parser() -> argparse.ArgumentParser:
         type=float,
         help=f"lossless: largest rms gap of a token's last, noiseless step (default: {LosslessSettings.final_tolerance})",
     )
-    how.add_argument("--drafter", choices=DRAFTERS, help="lossless: who drafts, the model itself or --draft (default: self)")
+    how.add_argument(
+        "--drafter",
+        choices=(*DRAFTERS, "frozen"),
+        help="lossless: who drafts, the model itself or --draft; frozen: the model with a fresh call a draft, xAR only (default: self)",
+    )
     how.add_argument("--draft", help="a model of the same tokens for `--drafter model` and cspd, for instance demo-draft")
     how.add_argument("--variant", choices=VARIANTS, help=f"cspd: as derived or as in the authors' code (default: {CSpDSettings.variant})")
     how.add_argument("--draft-length", type=int, help=f"cspd: AR steps drafted at a time (default: {CSpDSettings.draft_length})")

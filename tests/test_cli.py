@@ -149,6 +149,7 @@ def test_lossless_runs_from_the_command_line_and_says_what_it_did(tiny_file, tmp
         (["--sampler", "sequential", "--lookahead", "4"], "lookahead belongs to the lossless sampler, but sampler is 'sequential'"),
         (["--sampler", "lossless", "--lookahead", "0"], "lookahead 0 is below 1"),
         (["--sampler", "lossless", "--window", "0"], "window 0 is below 1"),
+        (["--drafter", "frozen"], "drafter 'frozen' is none of self, model"),
         (["--sampler", "lossless", "--final-tolerance", "-1"], "final_tolerance -1.0 is not a number of at least 0"),
     ],
 )

@@ -410,6 +410,8 @@ def test_an_xar_file_loads_as_an_xar_pipeline_and_generates_from_the_command_lin
     assert main(["generate", "--model", str(xar_file), "--num-images", "3", "--out", str(tmp_path / "out"), "--verbose"]) == 0
     assert "backbone calls a batch: 3" in capsys.readouterr().out
     assert len(list((tmp_path / "out").glob("*.png"))) == 4  # and the grid
+    assert main(["generate", "--model", str(xar_file), "--num-images", "1", "--drafter", "frozen", "--out", str(tmp_path / "frozen")]) == 0
+    assert json.loads((tmp_path / "frozen" / "manifest.json").read_text())["settings"]["drafter"] == "frozen"
 
 
 def test_bench_compares_the_samplers_of_an_xar(xar_file, tmp_path, capsys):

@@ -12,6 +12,8 @@ from two_sample import largest_z, shared_noise, smallest_p
 import car_spec
 from car_spec import load_pipeline
 from car_spec.adapters.mar import MARAdapter
+from car_spec.asd import ChainTrace, autospeculate
+from car_spec.chain import sample_chain
 from car_spec.engine import LosslessSampler, LosslessSettings
 from car_spec.eval.distances import energy_test, principal_components
 from car_spec.models.loading import load_mar, read_checkpoint
@@ -146,3 +148,19 @@ def test_the_engine_keeps_the_law_of_the_shipped_networks(name, images, guidance
     assert smallest_p(ours, expected) > 0.01
     assert largest_z(ours, expected) < 5
     assert energy_test(ours[:1000], expected[:1000]) > 0.01
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
+@torch.no_grad()
+def test_autospeculation_keeps_the_law_of_the_demos_head(demo, guidance_scale):
+    """One token's chain, its condition that of an empty canvas: many samples of the shipped head."""
+    count, model = 6_000, demo.model
+    adapter = MARAdapter(model, num_inference_steps=20, clip_sample_range=demo.clip_sample_range)
+    vectors = torch.stack([model.class_vectors(torch.tensor([3]), 1), model.class_vectors(None, 1)][: 2 if guidance_scale != 1 else 1], 1)
+    z = adapter.conditions(torch.zeros(1, 64, 8), torch.ones(1, 64), vectors)[0, :, 27]  # (H, W)
+    chain = adapter.chain(z.expand(count, -1, -1), guidance_scale)
+    noise, trace = shared_noise(count, 1), ChainTrace()
+    expected = sample_chain(chain, noise.normal(8), noise.normal(20, 8))
+    ours = autospeculate(chain, noise.normal(8), noise, window=8, taper=0.5, trace=trace).states[:, 0]
+    assert smallest_p(ours, expected) > 0.01 and largest_z(ours, expected) < 4.5
+    assert sum(trace.accepted) / len(trace.accepted) > 1.5 and trace.fallbacks == 0  # it did speculate

@@ -305,7 +305,8 @@ def run_generate(args: argparse.Namespace) -> None:
     with tqdm(total=len(specs), unit="image", desc=pipeline.preset.name, file=sys.stderr) as bar:
         made, traces = generate_images(pipeline, folder, specs, args.batch_size, sampling, bar.update)
     if traces:
-        folder.add_report(report(traces))
+        took = report(traces)
+        folder.add_report(took)
     grid = folder.write_grid(specs, args.columns or min(len(classes), len(specs), 8))
     already = f", {len(specs) - made} were there already" if made < len(specs) else ""
     print(f"{made} images made{already}: {args.out}\ngrid: {grid}")
@@ -316,7 +317,7 @@ def run_generate(args: argparse.Namespace) -> None:
         print(f"plot: {args.out / 'speculation.png'}")
     if args.verbose and traces:
         print("\n".join(f"{name}: {value:g}" for name, value in summary(traces).items()))
-        for name, value in report(traces).items():
+        for name, value in took.items():
             if isinstance(value, dict):
                 print(f"{name}: " + ", ".join(f"{key} {number:g}" for key, number in value.items()))
 

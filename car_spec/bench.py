@@ -48,12 +48,11 @@ def contenders(pipeline: MARPipeline, base: dict[str, Any], lossless: dict[str, 
     """Sequential first; its cheaper versions, which change the law; the lossless ones, which do not; CSpD where there is a draft model."""
     base = base | {"sampler": "sequential"}
     whole = pipeline.settings(**base)
-    num_iter, num_steps = whole["num_iter"], whole["num_inference_steps"]
+    num_steps = whole["num_inference_steps"]
     out = [Contender("sequential", base)]
     cells = isinstance(pipeline, XARPipeline)  # an xAR has one number of AR steps
-    for divisor in () if cells else (2, 4):
-        if num_iter >= divisor:
-            out.append(Contender(f"sequential, {num_iter // divisor} AR steps", base | {"num_iter": num_iter // divisor}))
+    if not cells:
+        out += fewer_ar_steps(base, whole["num_iter"])
     for fewer in (50, 25):
         if fewer < num_steps:
             out.append(Contender(f"sequential, {fewer} denoising steps", base | {"num_inference_steps": fewer}))
@@ -76,8 +75,18 @@ def _token_contenders(pipeline: MARPipeline, base: dict[str, Any], lossless: dic
     choice = "sequential" if tuned["sampler"] == "sequential" else f"lookahead {tuned['lookahead']}, window {tuned['window']}"
     out.append(Contender(f"lossless, auto: {choice}", tuned))
     if pipeline.draft is not None:
-        out += [Contender(f"CSpD (approximate), {name}", base | {"sampler": "cspd", "variant": name}) for name in VARIANTS]
+        out += [cspd(base, variant) for variant in VARIANTS]
     return out
+
+
+def fewer_ar_steps(base: dict[str, Any], num_iter: int) -> list[Contender]:
+    """The sequential sampler with a half and a quarter of the AR steps: another law, with no draft model."""
+    counts = [num_iter // divisor for divisor in (2, 4) if num_iter >= divisor]
+    return [Contender(f"sequential, {count} AR steps", base | {"num_iter": count}) for count in counts]
+
+
+def cspd(base: dict[str, Any], variant: str) -> Contender:
+    return Contender(f"CSpD (approximate), {variant}", base | {"sampler": "cspd", "variant": variant})
 
 
 def generators(seed: int, first: int, count: int) -> list[torch.Generator]:

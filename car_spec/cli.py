@@ -7,13 +7,15 @@ import argparse
 import importlib.util
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import car_spec
+from car_spec.ablation import TABLES as ABLATIONS
 from car_spec.adapters.mar import GUIDANCE_SCHEDULES
 from car_spec.cspd import VARIANTS, CSpDSettings
 from car_spec.engine import DRAFTERS, LosslessSettings
@@ -26,6 +28,7 @@ LOSSLESS_CHOICES = ("sampler", "lookahead", "window")  # what `--lookahead auto`
 CPU_HINT = (
     "a CPU is full with a few images at a time: --lookahead auto measures what is fastest, at the price of other images on other machines"
 )
+QUALITY_BATCH = 64  # images at a time for the quality columns
 RECIPES = Path(__file__).parent / "configs"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SAMPLING = (
@@ -141,11 +144,19 @@ def build_parser() -> argparse.ArgumentParser:
         "ablate",
         parents=[model],
         help="what alignment, draft length, pre-filling, guidance and temperature do to CSpD",
-        description="Run CSpD with one setting changed at a time, on the same images. Needs the extra `bench` (rich, matplotlib).",
+        description="Run CSpD with one setting changed at a time on the same images, then beside other samplers at several batch sizes. "
+        "Needs the extra `bench` (rich, matplotlib).",
     )
     ablate.add_argument("--draft", default="demo-draft", help="the draft model (default: %(default)s)")
-    ablate.add_argument("--variant", choices=VARIANTS, default="official", help="(default: %(default)s)")
+    ablate.add_argument("--variant", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="one or several (default: both)")
+    ablate.add_argument("--tables", nargs="+", choices=ABLATIONS, default=list(ABLATIONS), help="which to make (default: all)")
     ablate.add_argument("--images", type=int, default=16, help="images of each setting, one batch (default: %(default)s)")
+    ablate.add_argument(
+        "--batch-sizes", type=int, nargs="+", default=[1, 8, 64], help="of the comparison with other samplers (default: 1 8 64)"
+    )
+    ablate.add_argument("--repeats", type=int, default=3, help="timed batches of each sampler in the comparison (default: %(default)s)")
+    ablate.add_argument("--quality-images", type=int, default=256, help="of each sampler in the comparison; 0: none (default: %(default)s)")
+    ablate.add_argument("--guidance-scale", type=float, help="but in the table about it (default: the model's preset)")
     ablate.add_argument("--num-iter", type=int, help="AR steps (default: the model's preset)")
     ablate.add_argument("--num-inference-steps", type=int, help="denoising steps a token (default: the model's preset)")
     ablate.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
@@ -166,6 +177,17 @@ def require(what: str, *packages: str) -> None:
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"{what} needs the package {package}: pip install 'car-spec[bench]'")
+
+
+def check_at_least(name: str, given: int | Sequence[int], least: int) -> None:
+    for value in [given] if isinstance(given, int) else given:
+        if value < least:
+            raise ValueError(f"--{name.replace('_', '-')} {value} is below {least}")
+
+
+def check_quality_images(flag: str, images: int) -> None:
+    if 0 < images < 16:
+        raise ValueError(f"{flag} {images} is too few for a comparison: give 0 or at least 16")
 
 
 def number_or_auto(text: str) -> int | str:
@@ -330,10 +352,8 @@ def run_bench(args: argparse.Namespace) -> None:
     from car_spec.plots import plot_pareto
 
     for name, least in (("batch_size", 1), ("repeats", 1), ("images", 0)):
-        if getattr(args, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is below {least}")
-    if 0 < args.images < 16:
-        raise ValueError(f"--images {args.images} is too few for a comparison: give 0 or at least 16")
+        check_at_least(name, getattr(args, name), least)
+    check_quality_images("--images", args.images)
     device = choose_device(args.device)
     pipeline = load_pipeline(
         args.model,
@@ -350,11 +370,11 @@ def run_bench(args: argparse.Namespace) -> None:
     runs = bench.contenders(pipeline, base, own, args.batch_size)
     if args.only:
         runs = runs[:1] + [run for run in runs[1:] if any(text in run.name for text in args.only)]
-    quality_batches = -(-args.images // 64)
+    quality_batches = -(-args.images // QUALITY_BATCH)
     with tqdm(total=len(runs) * (args.repeats + 1) + (len(runs) + 1) * quality_batches, desc="bench", file=sys.stderr) as bar:
         bench.measure_speed(pipeline, runs, args.batch_size, args.repeats, args.seed, bar.update)
         if args.images:
-            bench.measure_quality(pipeline, runs, args.images, 64, args.seed + 1, bar.update)
+            bench.measure_quality(pipeline, runs, args.images, QUALITY_BATCH, args.seed + 1, bar.update)
     settings = pipeline.settings(**base)
     title = (
         f"{pipeline.preset.name}: {settings['num_iter']} AR steps, {settings['num_inference_steps']} denoising steps, "
@@ -374,29 +394,51 @@ def run_ablate(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     require("ablate", "rich", "matplotlib")
-    from car_spec import ablation
-    from car_spec.plots import plot_alignment
+    from car_spec import ablation, bench
+    from car_spec.plots import plot_alignment, plot_batches, plot_pareto
 
-    if args.images < 1:
-        raise ValueError(f"--images {args.images} is below 1")
+    for name, least in (("images", 1), ("repeats", 1), ("batch_sizes", 1), ("quality_images", 0)):
+        check_at_least(name, getattr(args, name), least)
+    check_quality_images("--quality-images", args.quality_images)
     pipeline = load_pipeline(
         args.model, vae=args.vae, weights=args.weights, num_heads=args.num_heads, draft=args.draft, device=choose_device(args.device)
     )
-    given = {"num_iter": args.num_iter, "num_inference_steps": args.num_inference_steps, "variant": args.variant}
-    base = {name: value for name, value in given.items() if value is not None}
+    base = {name: getattr(args, name) for name in ("num_iter", "num_inference_steps", "guidance_scale") if getattr(args, name) is not None}
     whole = pipeline.settings(sampler="cspd", **base)
-    runs = list(ablation.settings_of(base, whole["num_iter"]))
-    with tqdm(total=len(runs), desc="ablate", file=sys.stderr) as bar:
-        measured = ablation.measure(pipeline, runs, args.images, args.seed, bar.update)
+    runs = [run for variant in args.variant for run in ablation.settings_of(base, whole["num_iter"], variant) if run[0] in args.tables]
+    sizes = sorted(set(args.batch_sizes)) if "comparison" in args.tables else []
+    comparison = {size: ablation.compared(base, whole["num_iter"], args.variant) for size in sizes}
     title = (
-        f"CSpD (approximate), {args.variant}, {pipeline.preset.name} with {pipeline.draft.preset.name if pipeline.draft else ''}: "
-        f"{whole['num_iter']} AR steps, {whole['num_inference_steps']} denoising steps, {args.images} images"
+        f"CSpD (approximate), {pipeline.preset.name} with {pipeline.draft.preset.name if pipeline.draft else ''}: "
+        f"{whole['num_iter']} AR steps, {whole['num_inference_steps']} denoising steps, guidance {whole['guidance_scale']:g}, "
+        f"{args.images} images a setting, {torch.get_num_threads()} threads"
     )
-    ablation.print_tables(measured, title)
+    contenders = len(comparison[sizes[-1]]) if sizes else 0
+    quality_batches = -(-args.quality_images // QUALITY_BATCH)
+    total = len(runs) + contenders * len(sizes) * (args.repeats + 1) + (contenders + 1 if sizes else 0) * quality_batches
+    with tqdm(total=total, desc="ablate", file=sys.stderr) as bar:
+        measured = ablation.measure(pipeline, runs, args.images, args.seed, bar.update)
+        for size, others in comparison.items():
+            bench.measure_speed(pipeline, others, size, args.repeats, args.seed, bar.update)
+        if sizes and args.quality_images:
+            bench.measure_quality(pipeline, comparison[sizes[-1]], args.quality_images, QUALITY_BATCH, args.seed + 1, bar.update)
+    print(title)
+    ablation.print_tables(measured)
+    for size, others in comparison.items():
+        bench.print_table(others, f"comparison, batch {size}")
     args.out.mkdir(parents=True, exist_ok=True)
-    ablation.write_json(measured, title, args.out / "ablation.json")
-    plot_alignment(measured, args.out / "alignment.png")
-    print(f"figures: {args.out / 'ablation.json'}\nplot: {args.out / 'alignment.png'}")
+    ablation.write_json(measured, comparison, title, args.out / "ablation.json")
+    print(f"figures: {args.out / 'ablation.json'}")
+    plots: list[tuple[str, Callable[[Path], None]]] = []
+    if "alignment" in args.tables:
+        plots.append(("alignment.png", partial(plot_alignment, measured)))
+    if sizes:
+        plots.append(("batches.png", partial(plot_batches, comparison)))
+        if args.quality_images:
+            plots.append(("pareto.png", partial(plot_pareto, comparison[sizes[-1]])))
+    for name, draw in plots:
+        draw(args.out / name)
+        print(f"plot: {args.out / name}")
 
 
 def run_info(args: argparse.Namespace) -> None:

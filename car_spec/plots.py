@@ -42,16 +42,33 @@ def plot_alignment(measurements: Sequence["Measurement"], path: Path) -> None:
     """Acceptance and token distance over draft length, with shared and with independent noise."""
     pyplot = _pyplot()
     figure, (accepted, distance) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for kind in ("shared", "independent"):
-        chosen = [m for m in measurements if m.table == "alignment" and kind in m.setting]
+    shown = [m for m in measurements if m.table == "alignment"]
+    for variant, kind in dict.fromkeys((m.variant, m.setting.split(", ")[1]) for m in shown):
+        chosen = [m for m in shown if m.variant == variant and kind in m.setting]
         lengths = [int(m.setting.split(",")[0].removeprefix("draft length ")) for m in chosen]
-        accepted.plot(lengths, [m.accepted for m in chosen], "o-", label=f"{kind} noise")
-        distance.plot(lengths, [m.distance for m in chosen], "o-", label=f"{kind} noise")
+        style = "o-" if variant == "paper" else "s--"
+        accepted.plot(lengths, [m.accepted for m in chosen], style, label=f"{variant}, {kind}")
+        distance.plot(lengths, [m.distance for m in chosen], style, label=f"{variant}, {kind}")
     accepted.set(xlabel="draft length, AR steps", ylabel="share of drafted tokens accepted", ylim=(0, None))
     distance.set(xlabel="draft length, AR steps", ylabel="squared distance, draft to target token", ylim=(0, None))
     for axes in (accepted, distance):
         axes.grid(alpha=0.3)
         axes.legend()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def plot_batches(comparison: dict[int, list["Contender"]], path: Path) -> None:
+    """Seconds an image over the batch size, a line a sampler."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for i, run in enumerate(next(iter(comparison.values()))):
+        style = {"lossless": "o-", "CSpD": "s--"}.get(run.name.split()[0].rstrip(","), "x:")
+        axes.plot(list(comparison), [runs[i].median_seconds for runs in comparison.values()], style, label=run.name)
+    axes.set(xscale="log", yscale="log", xlabel="images at a time", ylabel="seconds an image (median)")
+    axes.set_xticks(list(comparison), [str(size) for size in comparison])
+    axes.grid(alpha=0.3)
+    axes.legend()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

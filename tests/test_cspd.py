@@ -347,12 +347,50 @@ def test_settings_of_another_sampler_are_refused(tiny_pipeline, arguments, sente
         tiny_pipeline([0], **arguments)
 
 
-def test_ablate_prints_tables_and_writes_figures(tiny_file, tmp_path, capsys):
+def test_ablate_prints_tables_and_writes_figures_and_plots(tiny_file, tmp_path, capsys):
     files = ["--model", str(tiny_file), "--draft", str(tiny_file), "--out", str(tmp_path)]
-    assert main(["ablate", *files, "--num-iter", "8", "--num-inference-steps", "3", "--images", "2", "--variant", "paper"]) == 0
+    small = ["--num-iter", "8", "--num-inference-steps", "3", "--images", "2", "--batch-sizes", "1", "3", "--repeats", "1"]
+    assert main(["ablate", *files, *small, "--quality-images", "16"]) == 0
     out = capsys.readouterr().out
     assert "draft length 8, independent noise" in out and "pre-fill 15%" in out and "approximate" in out
-    measured = json.loads((tmp_path / "ablation.json").read_text())["measurements"]
-    shared = [m for m in measured if "shared noise" in m["setting"]]
-    assert all(m["accepted"] == 1.0 and m["distance"] < 1e-6 for m in shared)  # the draft is the target itself
-    assert (tmp_path / "alignment.png").read_bytes().startswith(b"\x89PNG")
+    content = json.loads((tmp_path / "ablation.json").read_text())
+    shared = [m for m in content["measurements"] if "shared noise" in m["setting"]]
+    assert {m["variant"] for m in shared} == {"paper", "official"}
+    seeing = [m for m in shared if m["variant"] == "paper"]
+    assert all(m["accepted"] == 1.0 and m["distance"] < 1e-6 for m in seeing)  # the draft is the target itself
+    others = content["comparison"]
+    assert list(others) == ["1", "3"] and all(run["p_value"] is None for run in others["1"])
+    assert [run["name"] for run in others["3"]] == [
+        "sequential",
+        "sequential, 4 AR steps",
+        "sequential, 2 AR steps",
+        "lossless, block",
+        "CSpD (approximate), paper",
+        "CSpD (approximate), official",
+    ]
+    assert all(0 < run["p_value"] <= 1 and len(run["seconds"]) == 1 for run in others["3"])
+    for name in ("alignment", "batches", "pareto"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ablate_makes_the_tables_that_are_asked_for(tiny_file, tmp_path):
+    out = tmp_path / "out"
+    files = ["--model", str(tiny_file), "--draft", str(tiny_file), "--out", str(out)]
+    small = ["--num-iter", "4", "--num-inference-steps", "3", "--images", "1"]
+    assert main(["ablate", *files, *small, "--tables", "pre-filling", "--variant", "paper"]) == 0
+    content = json.loads((out / "ablation.json").read_text())
+    assert [m["setting"] for m in content["measurements"]] == ["pre-fill 0%", "pre-fill 5%", "pre-fill 15%"]
+    assert content["comparison"] == {} and [path.name for path in out.iterdir()] == ["ablation.json"]
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (["--images", "0"], "--images 0 is below 1"),
+        (["--batch-sizes", "4", "0"], "--batch-sizes 0 is below 1"),
+        (["--quality-images", "5"], "--quality-images 5 is too few"),
+    ],
+)
+def test_bad_ablate_flags_are_one_sentence(tiny_file, tmp_path, capsys, flags, sentence):
+    assert main(["ablate", "--model", str(tiny_file), "--draft", str(tiny_file), "--out", str(tmp_path / "x"), *flags]) == 2
+    assert sentence in capsys.readouterr().err

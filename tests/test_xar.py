@@ -1,5 +1,6 @@
 """xAR: the network and its sampler against numbers of the release, and lossless sampling of whole images."""
 
+import copy
 import json
 from dataclasses import replace
 
@@ -15,7 +16,8 @@ from car_spec.asd import NonFiniteError
 from car_spec.cells import CellSettings, lossless, sample_cells, sequential
 from car_spec.chain import sample_chain
 from car_spec.cli import main
-from car_spec.eval.distances import energy_test
+from car_spec.coupling import residual_equal_std
+from car_spec.eval.distances import energy_test, principal_components
 from car_spec.models.loading import METADATA_KEY, Checkpoint, CheckpointError, infer_xar_config, load_xar, read_checkpoint
 from car_spec.models.xar import XAR, XARConfig, cell_order, from_cells, rotary_table, rotate, to_cells
 from car_spec.noise import Noise
@@ -298,6 +300,60 @@ def test_a_lenient_verification_is_noticed(tiny_xar, law, monkeypatch):
     assert smallest_p(images, expected) < 1e-4
 
 
+# A case in which small mistakes show: one cell of one token, many images, and a draft that pulls away by a constant velocity.
+SHARP = dict(count=30_000, steps=8)
+LONELY_XAR = replace(TINY_XAR, num_tokens=1, num_cells=1, width=8, mlp_hidden=8)
+
+
+@pytest.fixture(scope="module")
+def sharp():
+    """-> a function that samples losslessly without guidance, drafting with the other network; sequential images (B, 1, 1, 2)."""
+    model = random_xar(LONELY_XAR, 0, 0.4)
+    drifting = copy.deepcopy(model)
+    drifting.pred.bias += 2.0
+    adapter, draft = (XARAdapter(network, num_inference_steps=SHARP["steps"]) for network in (model, drifting))
+    problem = adapter, torch.full((SHARP["count"],), 2), 1.0
+
+    def run():
+        trace, settings = Trace(SHARP["count"]), CellSettings(window=SHARP["steps"] - 1, drafter="model")
+        images = sample_cells(*problem, lossless(shared_noise(SHARP["count"], 2), settings, trace), draft, trace)
+        assert 0.5 < sum(trace.chain.accepted) / len(trace.chain.accepted) < 2.0
+        return images
+
+    return run, sample_cells(*problem, sequential(shared_noise(SHARP["count"], 1)))
+
+
+def test_a_draft_that_pulls_away_leaves_the_law_as_it_is(sharp):
+    run, expected = sharp
+    images = run()
+    assert smallest_p(images, expected) > 0.01 and largest_z(images, expected) < 4.5
+
+
+def test_a_residual_without_alpha_is_noticed(sharp, monkeypatch):
+    """Planted bias: r_1, the token-wise residual, where block verification asks for r_alpha."""
+    run, expected = sharp
+    verify = car_spec.asd.verify_block_equal_std
+
+    def with_r_1(log_ratios, lengths, target, draft, noise):
+        verdict = verify(log_ratios, lengths, target, draft, noise)
+        laws = [law.at((torch.arange(len(lengths)), verdict.accepted.clamp_max(log_ratios.shape[1] - 1))) for law in (target, draft)]
+        zeros, dim = torch.zeros(len(lengths)), target.mean.shape[-1]
+        return verdict._replace(replacement=residual_equal_std(*laws, zeros, noise.uniform(1)[:, 0], noise.normal(dim)))
+
+    monkeypatch.setattr("car_spec.asd.verify_block_equal_std", with_r_1)
+    assert smallest_p(run(), expected) < 1e-6
+
+
+def test_noise_of_a_rejected_draft_used_again_is_noticed(sharp, monkeypatch):
+    """Planted bias: the noise of a step, which the decision has looked at, comes back when the step is drafted again."""
+    run, expected = sharp
+    table = torch.randn(SHARP["count"], SHARP["steps"], 2, generator=torch.Generator().manual_seed(3))
+    draft = car_spec.asd._draft_by_model
+    with_old_noise = lambda chain, y, steps, rows, xi: draft(chain, y, steps, rows, table[rows[:, None], steps])
+    monkeypatch.setattr("car_spec.asd._draft_by_model", with_old_noise)
+    assert smallest_p(run(), expected) < 1e-6
+
+
 @pytest.mark.parametrize("drafter", ["free", "frozen", "model"])
 def test_image_of_a_batch_equals_its_own_run(tiny_xar, tiny_xar_draft, drafter):
     adapter = XARAdapter(tiny_xar, num_inference_steps=9)
@@ -507,3 +563,30 @@ def test_the_shipped_model_makes_emoji_of_its_classes_on_a_white_ground(demo_xar
 def test_the_lossless_sampler_takes_a_fraction_of_the_calls(demo_xar):
     output = demo_xar(["face-smiling"], generator=seeded(0), output_type="latent")
     assert output.trace.sequential_calls < 203 / 2.5 and output.trace.chain.fallbacks == 0
+
+
+def corner(model: XAR, tokens: int) -> XAR:
+    """The trained network on the first tokens of each cell: real weights, at a size that affords many images."""
+    config = model.config
+    per_cell = tokens // config.num_cells
+    kept = (torch.arange(config.num_cells)[:, None] * config.tokens_per_cell + torch.arange(per_cell)).flatten()
+    state = {name: value[:, kept] if "pos_embed" in name else value for name, value in model.state_dict().items()}
+    small = XAR(replace(config, num_tokens=tokens))
+    small.load_state_dict(state)
+    return small.eval()
+
+
+@pytest.mark.parametrize("name, images", [("demo-xar-draft", 300), pytest.param("demo-xar", 3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
+@torch.no_grad()
+def test_lossless_sampling_keeps_the_law_of_the_shipped_networks(name, images, guidance_scale):
+    adapter = XARAdapter(corner(load_pipeline(name).model, 16), num_inference_steps=6)
+    problem, trace = (adapter, torch.full((images,), 3), guidance_scale), Trace(images)
+    expected = sample_cells(*problem, sequential(shared_noise(images, 1)))
+    ours = sample_cells(*problem, lossless(shared_noise(images, 2), CellSettings(window=5), trace), None, trace)
+    assert sum(trace.chain.accepted) > 0.5 * len(trace.chain.accepted) and trace.fallbacks == 0  # it did speculate
+    mean, directions = principal_components(expected.flatten(1), 24)
+    ours, expected = ((x.flatten(1).double() - mean) @ directions for x in (ours, expected))
+    assert smallest_p(ours, expected) > 0.01
+    assert largest_z(ours, expected) < 5
+    assert energy_test(ours[:1000], expected[:1000]) > 0.01

@@ -1,5 +1,6 @@
 """xAR: the network and its sampler against numbers of the release, and lossless sampling of whole images."""
 
+import argparse
 import copy
 import json
 from dataclasses import replace
@@ -8,6 +9,7 @@ import pytest
 import torch
 from conftest import GOLDEN, TINY_XAR, TINY_XAR_PIPELINE, golden, golden_json, golden_keys, golden_state, random_xar
 from safetensors.torch import save_file
+from torch.utils._pytree import tree_leaves
 from two_sample import largest_z, shared_noise, smallest_p
 
 import car_spec.asd
@@ -21,7 +23,8 @@ from car_spec.eval.distances import energy_test, principal_components
 from car_spec.models.loading import METADATA_KEY, Checkpoint, CheckpointError, infer_xar_config, load_xar, read_checkpoint
 from car_spec.models.xar import XAR, XARConfig, cell_order, from_cells, rotary_table, rotate, to_cells
 from car_spec.noise import Noise
-from car_spec.pipeline import load_pipeline
+from car_spec.pipeline import NonFiniteImageError, load_pipeline
+from car_spec.runs import RunFolder, generate_images, image_spec
 from car_spec.trace import Trace
 from car_spec.xar_pipeline import XARPipeline
 
@@ -205,6 +208,21 @@ def test_a_wrong_checkpoint_is_one_sentence(tmp_path, change, arguments, sentenc
         load_xar(Checkpoint(tmp_path / "x.pth", "flat", state), **arguments)
 
 
+def test_p02_a_trainers_file_with_a_namespace_loads_its_average(tmp_path):
+    state = random_xar(TINY_XAR, 0).state_dict()
+    content = dict(model={name: torch.zeros_like(value) for name, value in state.items()}, model_ema=state, optimizer={}, epoch=3)
+    torch.save(content | dict(scaler={}, args=argparse.Namespace(a=1)), tmp_path / "checkpoint-last.pth")
+    checkpoint = read_checkpoint(tmp_path)
+    assert checkpoint.copy == "model_ema" and torch.equal(load_xar(checkpoint, num_heads=2).pred.weight, state["pred.weight"])
+
+
+def test_p05_prefixes_of_a_compiled_and_wrapped_xar_are_stripped(tmp_path):
+    state = random_xar(TINY_XAR, 0).state_dict()
+    torch.save({"state_dict": {f"module._orig_mod.{name}": value for name, value in state.items()}}, tmp_path / "a.pth")
+    loaded = load_xar(read_checkpoint(tmp_path / "a.pth"), num_heads=2).state_dict()
+    assert loaded.keys() == state.keys() and all(torch.equal(loaded[name], state[name]) for name in state)
+
+
 # --- states that share a cache
 
 
@@ -247,6 +265,17 @@ def test_a_call_leaves_the_cache_alone_and_copies_it_once_a_row_at_most(tiny_xar
     assert all(torch.equal(a, b) for a, b in zip(before, cache.keys))
     own, count = TINY_XAR.tokens_per_cell, len(labels)
     assert set(seen) == {(count, TINY_XAR.num_heads, 2 * own + 6 * own, TINY_XAR.width // TINY_XAR.num_heads)}
+
+
+def test_the_network_keeps_nothing_between_calls(tiny_xar):
+    """Two caches of one network in turns, one longer than the other: each call says what it says alone."""
+    adapter, y = XARAdapter(tiny_xar, num_inference_steps=5), torch.randn(1, 8, generator=torch.Generator().manual_seed(1))
+    labels = adapter.with_null_rows(torch.tensor([1]), 3.0)
+    chains = [adapter.chain(labels, cached(adapter, labels, cells, seed), 1, 3.0) for cells, seed in ((1, 3), (3, 4))]
+    alone = [chain(y, 2).mean for chain in chains]
+    assert torch.equal(chains[0](y, 2).mean, alone[0]) and torch.equal(chains[1](y, 2).mean, alone[1])
+    assert all(set(vars(module)) == set(vars(fresh)) for module, fresh in zip(tiny_xar.modules(), XAR(TINY_XAR).modules()))
+    assert not list(tiny_xar.buffers())
 
 
 def test_owner_goes_with_one_cell(tiny_xar):
@@ -452,27 +481,105 @@ def test_p04_the_null_class_is_the_last_row_and_no_label(tiny_xar_pipeline, labe
     assert unlabelled.settings["guidance_scale"] == 1.0 and unlabelled.images.isfinite().all()
 
 
+ALL_SAMPLERS = [
+    dict(sampler="sequential"),
+    dict(sampler="lossless"),
+    dict(drafter="model"),
+    dict(token_wise=True),
+    dict(sampler="cspd"),
+    dict(sampler="cspd", variant="official"),
+]
+
+
+@pytest.mark.parametrize("sampler", [dict(sampler="sequential"), dict(sampler="lossless"), dict(sampler="cspd")])
+def test_p13_a_nan_stops_the_run_names_the_image_and_writes_nothing_of_it(tiny_xar_pipeline, tmp_path, sampler):
+    folder = RunFolder(tmp_path / "out", {})
+    folder.open()
+    specs = [image_spec(i, range(10), 0) for i in range(5)]
+    generate_images(tiny_xar_pipeline, folder, specs[:2], 2, sampler)
+    tiny_xar_pipeline.model.class_emb.weight[3] = float("nan")
+    with pytest.raises(ValueError, match=r"^image 3 is not finite, so nothing of its batch was written; 0 images of this run are kept"):
+        generate_images(tiny_xar_pipeline, folder, specs, 2, sampler)
+    assert sorted(path.name for path in folder.path.glob("*.png")) == ["000000.png", "000001.png"]
+
+
+def test_p13_a_nan_of_one_token_names_its_image(tiny_xar_pipeline):
+    def at_one_token(_module, _args, out):  # of the second image
+        out[1, 0, 2] = float("nan")
+
+    tiny_xar_pipeline.model.pred.register_forward_hook(at_one_token)
+    with pytest.raises(NonFiniteImageError) as caught:
+        tiny_xar_pipeline([0, 1, 2], sampler="sequential", generator=seeded(0, 1, 2))
+    assert caught.value.indices == [1]
+
+
+@pytest.mark.parametrize("drafter, bound", [("free", 0.1), ("model", 0.1)])
+def test_p13_half_precision_accepts_as_much_as_single_precision(tiny_xar, tiny_xar_draft, drafter, bound):
+    """The mean length that stands, over 2,000 chains: its own error is about 0.03 transitions."""
+
+    def accepted(dtype):
+        target, draft = (XARAdapter(copy.deepcopy(model).to(dtype), num_inference_steps=STEPS) for model in (tiny_xar, tiny_xar_draft))
+        trace, labels = Trace(2000), torch.full((2000,), 2)
+        settings = CellSettings(window=4, drafter=drafter)
+        other = draft.chain(labels, None, 2000) if drafter == "model" else None
+        first = lossless(shared_noise(2000, 2), settings, trace)(target.chain(labels, None, 2000), other)
+        assert first.dtype == torch.float32
+        return sum(trace.chain.accepted) / len(trace.chain.accepted)
+
+    assert abs(accepted(torch.bfloat16) - accepted(torch.float32)) < bound
+
+
+@pytest.mark.parametrize("sampler", ALL_SAMPLERS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_p14_a_whole_xar_in_half_precision_samples_finite_values(tiny_xar_pipeline, dtype):
-    output = tiny_xar_pipeline.to(dtype=dtype)([0, 1], generator=seeded(0, 1), output_type="latent")
+def test_p14_a_whole_xar_in_half_precision_samples_finite_values(tiny_xar_pipeline, dtype, sampler):
+    output = tiny_xar_pipeline.to(dtype=dtype)([0, 1], generator=seeded(0, 1), output_type="latent", **sampler)
     assert output.images.isfinite().all() and output.images.dtype == torch.float32
 
 
-def test_p15_no_float64_leaves_the_host(tiny_xar_pipeline, monkeypatch):
-    """States, laws and tables of a chain are float32; float64 is for tables on the host, and for the coordinates of verification."""
-    adapter = XARAdapter(tiny_xar_pipeline.model, num_inference_steps=6)
-    chain = adapter.chain(torch.tensor([0, 1]), None, 2)
-    y = torch.randn(2, adapter.cell_dim)
-    law = chain(y, torch.tensor([3, 2]), torch.tensor([0, 1]))
-    kinds = {x.dtype for x in (adapter.columns, adapter.time, chain.decay, *chain.predict(y, 3), *law)}
-    assert kinds == {torch.float32}
+class Host(torch.Tensor):
+    """A tensor that was brought to the host; it cannot meet one that was not."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        for x in tree_leaves((args, kwargs or {})):
+            assert not isinstance(x, torch.Tensor) or isinstance(x, cls) or x.dim() == 0, f"{func.__name__} of host and device"
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("sampler", ALL_SAMPLERS)
+def test_p15_no_float64_where_the_device_has_none(tiny_xar_pipeline, monkeypatch, sampler):
+    """The CPU plays a device without float64: what `cpu()` did not fetch is never widened, moved as float64 or mixed with what it did."""
+    cpu, double, to = torch.Tensor.cpu, torch.Tensor.double, torch.Tensor.to
+    fetched = []
+
+    def guarded_double(x):
+        assert isinstance(x, Host), "float64 on a device without it"
+        return double(x)
+
+    def guarded_to(x, *args, **kwargs):
+        plain = x.as_subclass(torch.Tensor)
+        out = to(plain, *args, **kwargs)
+        assert out.dtype != torch.float64, "float64 moved to a device without it"
+        return out
+
+    def guarded_cpu(x):
+        fetched.append(x.shape)
+        return cpu(x).as_subclass(Host)
+
+    monkeypatch.setattr("car_spec.coupling.has_float64", lambda device: False)
+    for name, guarded in (("cpu", guarded_cpu), ("double", guarded_double), ("to", guarded_to)):
+        monkeypatch.setattr(torch.Tensor, name, guarded)
+    output = tiny_xar_pipeline([0, 1], generator=seeded(0, 1), output_type="latent", **sampler)
+    assert output.images.dtype == torch.float32 and type(output.images) is torch.Tensor
+    assert bool(fetched) == (output.settings["sampler"] == "lossless" and not output.settings["token_wise"])
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
 @pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
 def test_p19_shapes_hold_at_every_batch_size(golden_xar, tiny_xar_pipeline, batch, guidance_scale):
-    latents = tiny_xar_pipeline([0] * batch, guidance_scale=guidance_scale, output_type="latent").images
-    assert latents.shape == (batch, 4, 4, 4)
+    for sampler in ALL_SAMPLERS:
+        latents = tiny_xar_pipeline([0] * batch, guidance_scale=guidance_scale, output_type="latent", **sampler).images
+        assert latents.shape == (batch, 4, 4, 4)
     adapter = XARAdapter(golden_xar, num_inference_steps=2)
     cells = sample_cells(adapter, torch.zeros(batch, dtype=torch.int64), guidance_scale, sequential(Noise(seeded(*range(batch)))))
     assert from_cells(cells).shape == (batch, 16, 16, 16)
@@ -517,7 +624,8 @@ def test_p21_arguments_are_checked_before_any_work(tiny_xar_pipeline, monkeypatc
 
 
 def test_p21_two_steps_and_no_label_are_fine(tiny_xar_pipeline):
-    assert tiny_xar_pipeline(None, num_images=2, num_inference_steps=2, output_type="latent").images.isfinite().all()
+    for sampler in ALL_SAMPLERS:
+        assert tiny_xar_pipeline(None, num_images=2, num_inference_steps=2, output_type="latent", **sampler).images.isfinite().all()
     with pytest.raises(ValueError, match="num_inference_steps 1 is below 2"):
         XARAdapter(tiny_xar_pipeline.model, num_inference_steps=1)
 
@@ -529,12 +637,18 @@ def test_p26_a_size_the_model_cannot_make_is_one_sentence(tiny_xar_file, capsys)
 
 def test_p31_equal_settings_write_one_folder_and_other_networks_another(tiny_xar_file, tmp_path, capsys):
     """The manifest names model, steps and seed; a folder made with others is refused."""
-    arguments = ["generate", "--model", str(tiny_xar_file), "--num-images", "2", "--out", str(tmp_path / "out")]
+    arguments = ["generate", "--model", str(tiny_xar_file), "--num-images", "4", "--batch-size", "2", "--out", str(tmp_path / "out")]
     assert main(arguments) == 0
+    assert len(list((tmp_path / "out").glob("0*.png"))) == 4  # no batch too many where it divides evenly
     before = (tmp_path / "out" / "000001.png").read_bytes()
     (tmp_path / "out" / "000001.png").unlink()
     assert main(arguments) == 0 and (tmp_path / "out" / "000001.png").read_bytes() == before
-    assert main([*arguments, "--num-inference-steps", "5"]) == 2
+    other = tmp_path / "other.safetensors"
+    metadata = {METADATA_KEY: json.dumps({"num_heads": 2, "num_cells": 4, "preset": {"name": "tiny-xar", "num_heads": 2, "num_iter": 4}})}
+    save_file(random_xar(TINY_XAR_PIPELINE, 3).state_dict(), other, metadata)
+    changed = (["--num-inference-steps", "5"], ["--seed", "1"], ["--model", str(other), "--vae", str(tiny_xar_file.parent / "vae")])
+    for flags in changed:
+        assert main([*arguments, *flags]) == 2 and "was made with" in capsys.readouterr().err
 
 
 # --- the shipped weights

@@ -17,10 +17,11 @@ from car_spec.adapters.xar import XARAdapter, flow_schedule, guidance_of_cells
 from car_spec.asd import NonFiniteError
 from car_spec.cells import CellSettings, lossless, sample_cells, sequential
 from car_spec.chain import sample_chain
-from car_spec.cli import main
+from car_spec.cli import SAMPLING, main, parse
 from car_spec.coupling import residual_equal_std
 from car_spec.eval.distances import energy_test, principal_components
 from car_spec.models.loading import METADATA_KEY, Checkpoint, CheckpointError, infer_xar_config, load_xar, read_checkpoint
+from car_spec.models.presets import PRESETS
 from car_spec.models.xar import XAR, XARConfig, cell_order, from_cells, rotary_table, rotate, to_cells
 from car_spec.noise import Noise
 from car_spec.pipeline import NonFiniteImageError, load_pipeline
@@ -649,6 +650,16 @@ def test_p31_equal_settings_write_one_folder_and_other_networks_another(tiny_xar
     changed = (["--num-inference-steps", "5"], ["--seed", "1"], ["--model", str(other), "--vae", str(tiny_xar_file.parent / "vae")])
     for flags in changed:
         assert main([*arguments, *flags]) == 2 and "was made with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name, width", [("base", 768), ("large", 1024), ("huge", 1280)])
+def test_recipes_of_the_released_sizes_say_what_the_presets_say(tiny_vae, name, width):
+    args, preset = parse(["generate", "--config", f"xar-{name}"]), PRESETS["xar", width]
+    with torch.device("meta"):
+        network = XAR(replace(TINY_XAR_PIPELINE, width=width, num_heads=preset.num_heads))
+    whole = XARPipeline(network, tiny_vae, preset)
+    given = {name: getattr(args, name) for name in SAMPLING}
+    assert whole.settings(**given) == whole.settings() and (args.image_size, args.num_images) == (256, 50_000)
 
 
 # --- the shipped weights

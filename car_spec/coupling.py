@@ -6,6 +6,7 @@ verification. Everything is vectorised over sequences (B).
 """
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -15,8 +16,13 @@ from car_spec.gaussian import Gaussian
 BISECTIONS = 60  # halvings of an interval of less than 100 in float64: to the last digit
 
 
+@cache
 def has_float64(device: torch.device) -> bool:
-    return device.type != "mps"
+    try:
+        torch.zeros((), dtype=torch.float64, device=device)
+    except TypeError:  # an Apple GPU
+        return False
+    return True
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:

@@ -62,6 +62,8 @@ def contenders(pipeline: MARPipeline, base: dict[str, Any], lossless: dict[str, 
             out.append(Contender("lossless, draft model", base | lossless | {"sampler": "lossless", "drafter": "model"}))
     else:
         out += _token_contenders(pipeline, base, lossless, batch_size)
+    if pipeline.draft is not None:
+        out += [cspd(base, variant) for variant in VARIANTS]
     for run in out:
         pipeline.settings(**run.settings)  # refuses a bad value before the long work
     return out
@@ -74,8 +76,6 @@ def _token_contenders(pipeline: MARPipeline, base: dict[str, Any], lossless: dic
     tuned = pipeline.tune(batch_size, pipeline.settings(**(base | {"sampler": "lossless", "lookahead": "auto"})))
     choice = "sequential" if tuned["sampler"] == "sequential" else f"lookahead {tuned['lookahead']}, window {tuned['window']}"
     out.append(Contender(f"lossless, auto: {choice}", tuned))
-    if pipeline.draft is not None:
-        out += [cspd(base, variant) for variant in VARIANTS]
     return out
 
 

@@ -195,12 +195,12 @@ class DiffusionChain:
         """The affine map of step k applied to a prediction: the law of y_k given y = y_{k+1} (M, D)."""
         *_, gain, decay, _, _ = self.head.coefficients(k)
         mean = gain * prediction.centre + decay * y
-        log_std = self.learned_log_std(prediction, k) + self.log_temperature
+        log_std = self.stated_log_std(prediction, k) + self.log_temperature
         if isinstance(k, int):
             return Gaussian(mean, log_std if k > 0 else torch.full_like(log_std, -math.inf))
         return Gaussian(mean, log_std.masked_fill((k == 0)[..., None], -math.inf))
 
-    def learned_log_std(self, prediction: Prediction, k: Steps) -> torch.Tensor:
+    def stated_log_std(self, prediction: Prediction, k: Steps) -> torch.Tensor:
         """What the network says about step k, without the temperature; for step 0 too, which adds no noise when sampling."""
         *_, low, spread = self.head.coefficients(k)
         return low + spread * prediction.fraction

@@ -408,6 +408,8 @@ def run_ablate(args: argparse.Namespace) -> None:
     runs = [run for variant in args.variant for run in ablation.settings_of(base, whole["num_iter"], variant) if run[0] in args.tables]
     sizes = sorted(set(args.batch_sizes)) if "comparison" in args.tables else []
     comparison = {size: ablation.compared(base, whole["num_iter"], args.variant) for size in sizes}
+    for settings in [run[-1] for run in runs] + [run.settings for others in comparison.values() for run in others]:
+        pipeline.settings(**({"sampler": "cspd"} | settings))  # refuses what the model cannot do before the long work
     title = (
         f"CSpD (approximate), {pipeline.preset.name} with {pipeline.draft.preset.name if pipeline.draft else ''}: "
         f"{whole['num_iter']} AR steps, {whole['num_inference_steps']} denoising steps, guidance {whole['guidance_scale']:g}, "

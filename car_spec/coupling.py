@@ -6,6 +6,7 @@ verification. Everything is vectorised over sequences (B).
 """
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,20 @@ import torch
 from car_spec.gaussian import Gaussian
 
 BISECTIONS = 60  # halvings of an interval of less than 100 in float64: to the last digit
+
+
+@cache
+def has_float64(device: torch.device) -> bool:
+    try:
+        torch.zeros((), dtype=torch.float64, device=device)
+    except TypeError:  # an Apple GPU
+        return False
+    return True
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """float64, on the host where the device has none."""
+    return x.double() if has_float64(x.device) else x.cpu().double()
 
 
 def log_ratio(target: Gaussian, draft: Gaussian, y: torch.Tensor) -> torch.Tensor:
@@ -43,15 +58,15 @@ def _log_excess(c: torch.Tensor, delta: torch.Tensor, log_alpha: torch.Tensor) -
 
 
 def log_residual_mass(delta: torch.Tensor, log_alpha: torch.Tensor) -> torch.Tensor:
-    """log S_alpha, S_alpha = integral of max(0, alpha * target - draft), for equal std; delta and log alpha <= 0 (B,) -> (B,)."""
-    delta, log_alpha = delta.double(), log_alpha.double()
+    """log S_alpha, S_alpha = integral of max(0, alpha * target - draft), for equal std; delta and log alpha <= 0 (B,) -> (B,) `wide`."""
+    delta, log_alpha = wide(delta), wide(log_alpha)
     mass = _log_excess(_threshold(delta, log_alpha), delta, log_alpha)
     return torch.where(delta > 0, mass, -math.inf)
 
 
 def residual_coordinate(delta: torch.Tensor, log_alpha: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The coordinate along e of a draw from the residual, by inverting its distribution function; all (B,) -> (B,) float64."""
-    delta, log_alpha, log_u = delta.double(), log_alpha.double(), uniform.double().log()
+    """The coordinate along e of a draw from the residual, by inverting its distribution function; all (B,) -> (B,) `wide`."""
+    delta, log_alpha, log_u = wide(delta), wide(log_alpha), wide(uniform).log()
     high = _threshold(delta, log_alpha)
     wanted = log_u + _log_excess(high, delta, log_alpha)
     low = high.clamp_max(0.0) - 40
@@ -70,7 +85,7 @@ def residual_equal_std(
     Identical laws have no residual; a draw from the target comes back for them (verification never asks).
     """
     delta, e = separation(target, draft)
-    c = residual_coordinate(delta, log_alpha, uniform).to(noise.dtype)
+    c = residual_coordinate(delta, log_alpha, uniform).to(noise)
     along = (noise * e).sum(-1, keepdim=True)
     moved = noise + torch.where(delta > 0, c, along[..., 0])[..., None] * e - along * e
     return target.sample(moved)

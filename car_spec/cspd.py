@@ -7,17 +7,19 @@ use the lossless sampler where that matters.
 Two variants. `paper` follows the derivation: the target sees the drafts, and what was drafted behind a rejected token is thrown
 away. `official` does what the authors' code does: the target predicts a whole window at once without seeing its drafts, rejected tokens are
 replaced in place, the last step's quadratic is divided by 42^2, and the ratio of the earlier steps' stds is inverted.
+
+This file is MAR's sampler and the criterion; cspd_cells.py is xAR's.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from car_spec.adapters.mar import ARStep, MARAdapter
 from car_spec.asd import NonFiniteError
-from car_spec.chain import DiffusionChain
+from car_spec.chain import Prediction
 from car_spec.engine import DraftModel, SpeculativeSampler
 from car_spec.gaussian import Gaussian
 from car_spec.noise import Noise
@@ -83,8 +85,28 @@ class PathEnd(NamedTuple):
     def at(self, index: torch.Tensor) -> "PathEnd":
         return PathEnd(self.y_0[index], self.last.at(index), self.log_std_sum[index])
 
+    def split(self, count: int) -> "PathEnd":
+        """Rows of `count` tokens (R, count D) -> their tokens (R count, D), row by row."""
+        tokens = lambda x: x.unflatten(-1, (count, -1)).flatten(0, 1)
+        return PathEnd(tokens(self.y_0), Gaussian(tokens(self.last.mean), tokens(self.last.log_std)), tokens(self.log_std_sum))
 
-def sample_path(chain: DiffusionChain, initial: torch.Tensor, steps: torch.Tensor) -> PathEnd:
+
+class StatedChain(Protocol):
+    """A chain that says the std of every step, that of the last one too, although sampling adds no noise there."""
+
+    num_steps: int
+    log_temperature: float
+
+    def __call__(self, y: torch.Tensor, k: int) -> Gaussian: ...
+
+    def predict(self, y: torch.Tensor, k: int) -> Prediction: ...
+
+    def transition(self, prediction: Prediction, y: torch.Tensor, k: int) -> Gaussian: ...
+
+    def stated_log_std(self, prediction: Prediction, k: int) -> torch.Tensor: ...
+
+
+def sample_path(chain: StatedChain, initial: torch.Tensor, steps: torch.Tensor) -> PathEnd:
     """Sequential sampling of all rows, initial (R, D) and steps (R, K, D), that remembers what the criterion asks for."""
     y, log_std_sum = initial, torch.zeros_like(initial)
     for k in reversed(range(1, chain.num_steps)):
@@ -93,7 +115,7 @@ def sample_path(chain: DiffusionChain, initial: torch.Tensor, steps: torch.Tenso
         y = law.sample(steps[:, k])
     prediction = chain.predict(y, 0)
     mean = chain.transition(prediction, y, 0).mean
-    return PathEnd(mean, Gaussian(mean, chain.learned_log_std(prediction, 0) + chain.log_temperature), log_std_sum)
+    return PathEnd(mean, Gaussian(mean, chain.stated_log_std(prediction, 0) + chain.log_temperature), log_std_sum)
 
 
 def log_sigma(draft: PathEnd, target: PathEnd, variant: str) -> torch.Tensor:
@@ -136,6 +158,20 @@ def draw_modified(draft: PathEnd, target: PathEnd, variant: str, noise: Noise, m
         active = active[~taken]
     out[active] = target.last.at(active).sample(noise.of(active).normal(out.shape[-1]))
     return out, len(active)
+
+
+def judge(draft: PathEnd, target: PathEnd, variant: str, noise: Noise, trace: Trace) -> torch.Tensor:
+    """-> whether each drafted token passes the criterion (R,)."""
+    trace.token_distances += (draft.y_0 - target.y_0).square().sum(-1).tolist()
+    return noise.uniform().log() < log_acceptance(draft, target, variant)
+
+
+def replace(draft: PathEnd, target: PathEnd, rejected: torch.Tensor, settings: CSpDSettings, noise: Noise, trace: Trace) -> torch.Tensor:
+    """Draws for the tokens in the mask `rejected` (R,), in their order."""
+    index = rejected.nonzero()[:, 0]
+    out, fallbacks = draw_modified(draft.at(index), target.at(index), settings.variant, noise.of(index), settings.max_tries)
+    trace.fallbacks += fallbacks
+    return out
 
 
 class _Rows(NamedTuple):
@@ -213,18 +249,10 @@ class CSpDSampler(SpeculativeSampler):
             return self._path(self.draft_adapter, self.draft_table, z, image, row, row)
 
     def _judge(self, drafted: _Rows, target: PathEnd) -> torch.Tensor:
-        """-> whether each row passes the criterion (R,)."""
-        self.trace.token_distances += (drafted.end.y_0 - target.y_0).square().sum(-1).tolist()
-        guess = self.noise.of(drafted.image).uniform()  # (R,)
-        return guess.log() < log_acceptance(drafted.end, target, self.settings.variant)
+        return judge(drafted.end, target, self.settings.variant, self.noise.of(drafted.image), self.trace)
 
     def _replace(self, drafted: _Rows, target: PathEnd, rejected: torch.Tensor) -> torch.Tensor:
-        """Draws for the rows in the mask `rejected`."""
-        index = rejected.nonzero()[:, 0]
-        noise = self.noise.of(drafted.image[index])
-        out, fallbacks = draw_modified(drafted.end.at(index), target.at(index), self.settings.variant, noise, self.settings.max_tries)
-        self.trace.fallbacks += fallbacks
-        return out
+        return replace(drafted.end, target, rejected, self.settings, self.noise.of(drafted.image), self.trace)
 
     # --- the paper: verify with the drafts as context, cut at the first rejection
 

@@ -14,6 +14,7 @@ from car_spec.coupling import (
     relative,
     residual_equal_std,
     separation,
+    wide,
     win_probability,
 )
 from car_spec.gaussian import Gaussian
@@ -168,10 +169,10 @@ def verify_block_equal_std(log_ratios: torch.Tensor, lengths: torch.Tensor, targ
     steps = torch.arange(log_p.shape[1], device=log_p.device)
     delta, _ = separation(target, draft)  # (B, G)
     mass = log_residual_mass(delta, log_p[:, :-1]).exp()  # (B, G)
-    miss = -torch.expm1(log_p[:, :-1].double())
-    h = torch.where(miss > 0, mass / (mass + miss), 1.0)  # p_i = 1: accept, also where S = 0
+    miss = -torch.expm1(wide(log_p[:, :-1]))
+    h = torch.where(miss > 0, mass / (mass + miss), 1.0).to(log_p)  # p_i = 1: accept, also where S = 0
     h = torch.cat([h, torch.zeros_like(h[:, :1])], 1)
-    h = torch.where(steps == lengths[:, None], log_p.double().exp(), h)
+    h = torch.where(steps == lengths[:, None], log_p.exp(), h)
     real = steps <= lengths[:, None]
     stands = (_uniform(real, noise) < h) & real
     accepted = torch.where(stands, steps, 0).amax(1)

@@ -7,9 +7,11 @@ import torch
 from car_spec.adapters.xar import XARAdapter
 from car_spec.asd import NonFiniteError
 from car_spec.cells import CellSettings, lossless, sample_cells, sequential
+from car_spec.cspd import CSpDSettings, NoiseTable
+from car_spec.cspd_cells import CellCSpDSampler
 from car_spec.models.xar import from_cells
 from car_spec.noise import Noise
-from car_spec.pipeline import MARPipeline, NonFiniteImageError
+from car_spec.pipeline import CSPD_SETTINGS, MARPipeline, NonFiniteImageError
 from car_spec.trace import Trace
 
 if TYPE_CHECKING:
@@ -39,8 +41,6 @@ class XARPipeline(MARPipeline):
         for name, only in fixed.items():
             if given.get(name) not in (None, only):
                 raise ValueError(f"{name} {given[name]} is not possible with xAR: {self.preset.name} has {only}")
-        if given.get("sampler") == "cspd":
-            raise ValueError("sampler 'cspd' is for MAR: xAR has no published CSpD")
         return super().settings(**(given | fixed))
 
     def _lossless_settings(self, own: dict[str, Any]) -> dict[str, Any]:
@@ -62,18 +62,25 @@ class XARPipeline(MARPipeline):
         noise, trace = Noise(generators, torch.arange(batch, device=self.device)), Trace(batch, self.num_tokens)
         if labels is None:
             labels = torch.full((batch,), self.model.null_class, device=self.device)
-        draft = None
-        if settings["sampler"] == "lossless":
-            own = CellSettings(settings["window"], token_wise=settings["token_wise"], drafter=DRAFTERS[settings["drafter"]])
-            sampler = lossless(noise, own, trace)
-            if own.drafter == "model" and self.draft is not None:
-                draft = XARAdapter(self.draft.model, num_inference_steps=steps)  # type: ignore[arg-type]
-        else:
-            sampler = sequential(noise, trace)
-        adapter = XARAdapter(self.model, num_inference_steps=steps)
+        adapter, draft = XARAdapter(self.model, num_inference_steps=steps), None
+        if settings.get("drafter") == "model" or settings["sampler"] == "cspd":
+            assert self.draft is not None  # `settings` refused it
+            draft = XARAdapter(self.draft.model, num_inference_steps=steps)  # type: ignore[arg-type]
         on_cell = None if callback is None else lambda i, cells: callback(i, _raster(cells))
+        problem = (labels, settings["guidance_scale"])
         try:
-            tokens = _raster(sample_cells(adapter, labels, settings["guidance_scale"], sampler, draft, trace, on_cell))
+            if settings["sampler"] == "cspd":
+                assert draft is not None
+                table = NoiseTable.draw(noise, adapter.num_cells, steps, adapter.cell_dim)
+                other = table if settings["aligned"] else NoiseTable.draw(noise, adapter.num_cells, steps, adapter.cell_dim)
+                cspd = CSpDSettings(**{name: settings[name] for name in CSPD_SETTINGS})
+                cells = CellCSpDSampler(adapter, draft, *problem, noise, table, other, cspd, trace).sample()
+            elif settings["sampler"] == "lossless":
+                own = CellSettings(settings["window"], token_wise=settings["token_wise"], drafter=DRAFTERS[settings["drafter"]])
+                cells = sample_cells(adapter, *problem, lossless(noise, own, trace), draft, trace, on_cell)
+            else:
+                cells = sample_cells(adapter, *problem, sequential(noise, trace), None, trace, on_cell)
+            tokens = _raster(cells)
         except NonFiniteError as error:
             raise NonFiniteImageError(error.rows.tolist()) from None
         trace.draft_calls += trace.chain.draft_calls

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from car_spec.models.harmon import Harmon, load_harmon
 from car_spec.models.loading import METADATA_KEY, Checkpoint
 from car_spec.models.mar import MAR, MARConfig
 from car_spec.models.presets import Preset
+from car_spec.models.xar import XAR, XARConfig
 from car_spec.pipeline import MARPipeline, load_pipeline
+from car_spec.xar_pipeline import XARPipeline
 
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
@@ -33,6 +36,10 @@ TINY = MARConfig(
     head_depth=2,
     buffer_size=4,
 )
+
+# 4 cells of 4 tokens
+TINY_XAR = XARConfig(num_tokens=16, token_dim=2, num_classes=5, width=16, encoder_depth=1, decoder_depth=1, num_heads=2, mlp_hidden=24)
+TINY_XAR_PIPELINE = replace(TINY_XAR, token_dim=4, num_classes=10)
 
 HARMON_LLM = dict(num_attention_heads=4, max_position_embeddings=512)  # what the tensors of golden/harmon_tiny do not tell
 
@@ -134,6 +141,51 @@ def tiny_file(tmp_path, tiny_mar, tiny_vae) -> Path:
     tiny_vae.save_pretrained(tmp_path / "shipped" / "vae")
     save_file(tiny_mar.state_dict(), tmp_path / "shipped" / "tiny.safetensors", {METADATA_KEY: json.dumps(metadata)})
     return tmp_path / "shipped" / "tiny.safetensors"
+
+
+def random_xar(config: XARConfig, seed: int, size: float = 0.3) -> XAR:
+    """An xAR whose every layer acts."""
+    generator, model = torch.Generator().manual_seed(seed), XAR(config)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * size
+    return model.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def tiny_xar() -> XAR:
+    return random_xar(TINY_XAR, 0, 0.4)
+
+
+@pytest.fixture(scope="session")
+def tiny_xar_draft() -> XAR:
+    return random_xar(replace(TINY_XAR, width=8, mlp_hidden=8), 5, 0.2)
+
+
+@pytest.fixture
+def tiny_xar_pipeline(tiny_vae) -> XARPipeline:
+    """With a draft model."""
+    preset = Preset(name="tiny-xar", num_heads=2, num_iter=4, num_inference_steps=6, guidance_scale=2.0)
+    whole = XARPipeline(random_xar(TINY_XAR_PIPELINE, 0), tiny_vae, preset)
+    whole.set_draft(XARPipeline(random_xar(replace(TINY_XAR_PIPELINE, width=8), 1), tiny_vae, preset))
+    return whole
+
+
+@pytest.fixture
+def tiny_xar_file(tmp_path, tiny_vae) -> Path:
+    """A file as we ship them, the autoencoder beside it."""
+    preset = {"name": "tiny-xar", "num_heads": 2, "num_iter": 4, "num_inference_steps": 6}
+    tiny_vae.save_pretrained(tmp_path / "shipped" / "vae")
+    metadata = {METADATA_KEY: json.dumps({"num_heads": 2, "num_cells": 4, "preset": preset})}
+    save_file(random_xar(TINY_XAR_PIPELINE, 0).state_dict(), tmp_path / "shipped" / "xar.safetensors", metadata)
+    return tmp_path / "shipped" / "xar.safetensors"
+
+
+@pytest.fixture(scope="session")
+def demo_xar() -> XARPipeline:
+    """With its draft model."""
+    pipeline = load_pipeline("demo-xar", draft="demo-xar-draft")
+    assert isinstance(pipeline, XARPipeline)
+    return pipeline
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ fixed grid of times, so the std of every transition is known beforehand and the 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from car_spec.gaussian import Gaussian
 from car_spec.models.xar import XAR, Cache
 
 LAST_TIME = 0.04  # the last transition leads from here to 0 and has no noise
+LAST_LOG_STD = 0.5 * math.log(2 * LAST_TIME**2)  # what its formula, sqrt(2 t |dt|), says all the same
 SPREAD = 0.3  # in latent stds; see `FlowSchedule`
 
 
@@ -85,16 +87,21 @@ class XARAdapter:
             return labels
         return torch.cat([labels, torch.full_like(labels, self.model.null_class)])
 
-    def extend(self, cell: torch.Tensor, labels: torch.Tensor, cache: Cache | None) -> Cache | None:
-        """A finished cell (B, D) joins the cache of all rows (H B), in one call at time 0."""
-        x = cell.to(self.dtype).view(-1, 1, *self.cell_shape).repeat(len(labels) // len(cell), 1, 1, 1)
-        conditions = self.model.conditions(labels, x.new_zeros(len(labels), 1))
-        return self.model.velocity(x, conditions, cache, keep=1)[1]
+    def extend(self, cells: torch.Tensor, labels: torch.Tensor, cache: Cache | None) -> Cache | None:
+        """Finished cells (B, D), or m of them (B, m, T, channels), join the cache of all rows (H B), in one call at time 0."""
+        x = cells.to(self.dtype).reshape(len(cells), -1, *self.cell_shape).repeat(len(labels) // len(cells), 1, 1, 1)
+        conditions = self.model.conditions(labels, x.new_zeros(x.shape[:2]))
+        return self.model.velocity(x, conditions, cache, keep=x.shape[1])[1]
 
     def chain(self, labels: torch.Tensor, cache: Cache | None, num_rows: int, guidance_scale: float = 1.0) -> "CellChain":
         """The chain of the next cell of `num_rows` images, given the cache of (H B) rows of the cells before it."""
         used = num_rows if guidance_scale <= 1 else 2 * num_rows
         return CellChain(self, self.model.class_emb(labels[:used]), cache.first(used) if cache is not None else None, guidance_scale)
+
+    def window(self, labels: torch.Tensor, cache: Cache | None, num_images: int, first: int, scales: Sequence[float]) -> "WindowChain":
+        """The chains of the cells from `first` on, side by side, one for each of `scales`, each given the cached cells before it."""
+        used = num_images if max(scales) <= 1 else 2 * num_images
+        return WindowChain(self, self.model.class_emb(labels[:used]), cache.first(used) if cache is not None else None, first, scales)
 
 
 class CellChain:
@@ -104,9 +111,11 @@ class CellChain:
     """
 
     equal_std = True
+    log_temperature = 0.0
 
     def __init__(self, adapter: XARAdapter, class_vectors: torch.Tensor, cache: Cache | None, guidance_scale: float):
-        self.adapter, self.class_vectors, self.cache, self.scale = adapter, class_vectors, cache, guidance_scale
+        self.adapter, self.class_vectors, self.cache = adapter, class_vectors, cache
+        self.scale: float | torch.Tensor = guidance_scale
         self.guided = guidance_scale > 1
         self.num_rows = len(class_vectors) // (2 if self.guided else 1)
         self.num_steps, self.dim = adapter.schedule.num_steps, adapter.cell_dim
@@ -124,11 +133,15 @@ class CellChain:
         if time.dim() == 2 and self.guided:
             time = torch.cat([time, time])
         conditions = (self.class_vectors if owner is None else self.class_vectors[owner]) + time
-        v = adapter.model.velocity(x, conditions[:, None], self.cache, owner)[0].flatten(1).float()
+        v = adapter.model.velocity(x, conditions[:, None], self.cache, owner)[0]
+        return self._prediction(y, v.flatten(1).float(), k)
+
+    def _prediction(self, y: torch.Tensor, v: torch.Tensor, k: int | torch.Tensor) -> Prediction:
+        """States y (M, D) and what the network said of them, v (H M, D)."""
         if self.guided:
             v, v_null = v.chunk(2)
             v = v_null + self.scale * (v - v_null)
-        of_state, of_velocity, *_ = adapter.coefficients(k)
+        of_state, of_velocity, *_ = self.adapter.coefficients(k)
         return Prediction(of_state * y - of_velocity * v, y.new_zeros(len(y), 0))  # the std is known: nothing of it to re-use
 
     def transition(self, prediction: Prediction, y: torch.Tensor, k: int | torch.Tensor) -> Gaussian:
@@ -139,3 +152,25 @@ class CellChain:
 
     def __call__(self, y: torch.Tensor, k: int | torch.Tensor, rows: torch.Tensor | None = None) -> Gaussian:
         return self.transition(self.predict(y, k, rows), y, k)
+
+    def stated_log_std(self, prediction: Prediction, k: int) -> torch.Tensor:
+        """The scheme's own sqrt(2 t |dt|); for step 0 too, which adds no noise when sampling (M, D)."""
+        log_std = self.adapter.coefficients(k)[-1] if k > 0 else prediction.centre.new_tensor([LAST_LOG_STD])
+        return log_std.expand_as(prediction.centre)
+
+
+class WindowChain(CellChain):
+    """The chains of m cells side by side: rows (R m), image by image, all of them in every call, each given the cached cells before it."""
+
+    def __init__(self, adapter: XARAdapter, class_vectors: torch.Tensor, cache: Cache | None, first: int, scales: Sequence[float]):
+        super().__init__(adapter, class_vectors, cache, max(scales))
+        self.first, self.cells = first, len(scales)
+        self.scale = torch.tensor(scales, device=adapter.device).repeat(self.num_rows)[:, None]  # (R m, 1)
+        self.num_rows *= self.cells
+
+    def predict(self, y: torch.Tensor, k: int | torch.Tensor, rows: torch.Tensor | None = None) -> Prediction:
+        """One network call at y = y_{k+1} (R m, D), one k for all; `rows` is for chains of one cell."""
+        x = y.to(self.adapter.dtype).view(-1, self.cells, *self.adapter.cell_shape)
+        conditions = (self.class_vectors + self.adapter.time[k])[:, None].expand(-1, self.cells, -1)
+        v = self.adapter.model.velocity(torch.cat([x, x]) if self.guided else x, conditions, self.cache, first=self.first)[0]
+        return self._prediction(y, v.flatten(0, 1).flatten(1).float(), k)

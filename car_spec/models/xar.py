@@ -246,21 +246,32 @@ class XAR(nn.Module):
         cache: Cache | None = None,
         owner: torch.Tensor | None = None,
         keep: int = 0,
+        first: int | None = None,
     ) -> tuple[torch.Tensor, Cache | None]:
         """The m cells behind the cached ones, x (M, m, T, D) -> their velocities, and the cache with the first `keep` of them added.
 
         conditions (M, m, W). owner (M,) ascending: the row of the cache that each state goes with; None: state i with row i. Several
-        states of one row share it without a copy for each; then m is 1.
+        states of one row share it without a copy for each; then m is 1. first: x are the cells from this one on, whatever is cached,
+        and each sees the cached cells before it and itself alone, so that several cells are sampled side by side.
         """
         config, cells, count = self.config, *x.shape[1:3]
         if owner is not None and cells > 1:
             raise ValueError(f"owner goes with one cell, but x holds {cells}")
+        if first is not None and (owner is not None or keep):
+            raise ValueError(f"first {first} goes with neither owner nor keep {keep}: cells side by side are no sequence")
         cached = cache.num_tokens if cache is not None else 0
-        span = slice(cached, cached + cells * count)
+        start = cached if first is None else first * count
+        span = slice(start, start + cells * count)
         order = cell_order(config.num_tokens, config.num_cells)[span].to(x.device)
         table = rotary_table(order, math.isqrt(config.num_tokens), config.width // config.num_heads)
         groups = Groups.of(owner) if owner is not None and cache is not None else None
-        mask = groups.mask(count, cached) if groups is not None else causal_mask(cells, count, cached, x.device) if cells > 1 else None
+        mask = None
+        if groups is not None:
+            mask = groups.mask(count, cached)
+        elif first is not None and (cells > 1 or cached > start):
+            mask = side_by_side_mask(first, cells, count, cached, x.device)
+        elif cells > 1:
+            mask = causal_mask(cells, count, cached, x.device)
         position = lambda embed: embed[0, span].unflatten(0, (cells, count))
 
         h = self.z_proj_ln(self.z_proj(x) + position(self.encoder_pos_embed_learned))
@@ -295,3 +306,9 @@ def causal_mask(cells: int, count: int, cached: int, device: torch.device) -> to
     """(cells x T, cached + cells x T) bool: a token sees the cache, its own cell and those before it."""
     cell = torch.arange(cells * count, device=device) // count
     return F.pad(cell[:, None] >= cell, (cached, 0), value=True)
+
+
+def side_by_side_mask(first: int, cells: int, count: int, cached: int, device: torch.device) -> torch.Tensor:
+    """(cells x T, cached + cells x T) bool: a token of the cells from `first` on sees the cached cells before its own, and its own."""
+    cell, before = first + torch.arange(cells * count, device=device) // count, torch.arange(cached, device=device) // count
+    return torch.cat([before < cell[:, None], cell[:, None] == cell], 1)

@@ -75,14 +75,18 @@ def image_seed(seed: int, image_id: int) -> int:
 
 
 class MARPipeline:
-    """Class-conditional sampling with a MAR network and its autoencoder."""
+    """Class-conditional sampling with a MAR network and its autoencoder.
+
+    vae: None for a pipeline of latents only (`output_type="latent"`), whose channels are `latent_channels`.
+    """
 
     def __init__(
         self,
         model: "MAR",
-        vae: "AutoencoderKL",
+        vae: "AutoencoderKL | None",
         preset: Preset,
         *,
+        latent_channels: int | None = None,
         clip_sample_range: float | None = None,
         class_names: Sequence[str] | None = None,
         source: WeightsSource | None = None,
@@ -93,20 +97,21 @@ class MARPipeline:
         self.num_classes = model.config.num_classes
         self.class_names = list(class_names) if class_names else None
         self.num_tokens, token_dim = model.config.num_tokens, model.config.token_dim
-        channels = vae.config.latent_channels
+        channels = vae.config.latent_channels if vae is not None else latent_channels or token_dim
         self.draft: MARPipeline | None = None  # drafts where `drafter="model"`
         self.tuned: dict[tuple, dict[str, Any]] = {}  # what `tune` found, by batch size and settings
         self.patch_size = math.isqrt(token_dim // channels)
         if self.patch_size == 0 or channels * self.patch_size**2 != token_dim:
             raise ValueError(f"--vae has {channels} latent channels, which do not fit the {token_dim} numbers a token of --model")
-        stride = 2 ** (len(vae.config.block_out_channels) - 1)
+        stride = 2 ** (len(vae.config.block_out_channels) - 1) if vae is not None else 1
         self.image_size = math.isqrt(self.num_tokens) * self.patch_size * stride
 
     def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> "MARPipeline":
         """Move the networks. dtype is that of the transformer and its head; the autoencoder stays in float32, as do densities."""
         self.tuned.clear()
         self.model.to(device=device, dtype=dtype)
-        self.vae.to(device=device)
+        if self.vae is not None:
+            self.vae.to(device=device)
         if self.draft is not None:
             self.draft.to(device, dtype)
         return self
@@ -119,7 +124,7 @@ class MARPipeline:
             "numbers a token": (self.model.config.token_dim, draft.model.config.token_dim),
             "classes": (self.num_classes, draft.num_classes),
             "as clip_sample_range": (self.clip_sample_range, draft.clip_sample_range),
-            "as latent scale": (self.vae.config.scaling_factor, draft.vae.config.scaling_factor),
+            "as latent scale": (self.latent_scale, draft.latent_scale),
         }
         for name, (ours, theirs) in pairs.items():
             if ours != theirs:
@@ -129,6 +134,10 @@ class MARPipeline:
                 f"--draft {draft.preset.name} and --model {self.preset.name} name their {self.num_classes} classes differently"
             )
         self.draft = draft
+
+    @property
+    def latent_scale(self) -> float | None:
+        return self.vae.config.scaling_factor if self.vae is not None else None
 
     @property
     def device(self) -> torch.device:
@@ -275,6 +284,8 @@ class MARPipeline:
         """
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type {output_type!r} is none of {', '.join(OUTPUT_TYPES)}")
+        if self.vae is None and output_type != "latent":
+            raise ValueError(f"output_type {output_type!r} needs an autoencoder, and this pipeline has none")
         settings = self.settings(
             num_iter=num_iter,
             num_inference_steps=num_inference_steps,
@@ -321,9 +332,9 @@ class MARPipeline:
         return _cpu_generators(generator, batch)
 
     def _sample_tokens(self, labels, generators, settings, callback) -> tuple[torch.Tensor, Trace]:
-        model, batch = self.model, len(generators)
+        batch = len(generators)
         adapter, steps = self._problem(generators, settings)
-        vectors, nulls = model.class_vectors(labels, batch), model.class_vectors(None, batch)  # (B, W)
+        vectors, nulls = self._vectors(labels, batch)
         trace = Trace(batch, self.num_tokens)
         noise = Noise(generators, torch.arange(batch, device=self.device))
         sampler = settings["sampler"] if settings["temperature"] > 0 else "sequential"
@@ -347,21 +358,27 @@ class MARPipeline:
         self._check_finite(tokens)
         return tokens, trace
 
+    def _vectors(self, labels: torch.Tensor | None, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the adapter's `conditions` takes for a label, and for none, a row an image: class vectors (B, W)."""
+        return self.model.class_vectors(labels, batch), self.model.class_vectors(None, batch)
+
     def _draft_model(self, labels: torch.Tensor | None, batch: int, settings: dict) -> DraftModel:
         assert self.draft is not None  # `settings` refused it
-        network = self.draft.model
         adapter, _ = self.draft._problem([], settings)
-        return DraftModel(adapter, network.class_vectors(labels, batch), network.class_vectors(None, batch))
+        return DraftModel(adapter, *self.draft._vectors(labels, batch))
 
-    def _problem(self, generators: list[torch.Generator], settings: dict) -> tuple[MARAdapter, list[ARStep]]:
-        """The adapter of a run, and the AR steps of a batch with an order drawn for each image."""
-        orders = [torch.randperm(self.num_tokens, generator=g) for g in generators]
-        adapter = MARAdapter(
+    def _adapter(self, settings: dict) -> MARAdapter:
+        return MARAdapter(
             self.model,
             num_inference_steps=settings["num_inference_steps"],
             temperature=settings["temperature"],
             clip_sample_range=self.clip_sample_range,
         )
+
+    def _problem(self, generators: list[torch.Generator], settings: dict) -> tuple[MARAdapter, list[ARStep]]:
+        """The adapter of a run, and the AR steps of a batch with an order drawn for each image."""
+        orders = [torch.randperm(self.num_tokens, generator=g) for g in generators]
+        adapter = self._adapter(settings)
         stacked = torch.stack(orders).to(self.device) if orders else torch.zeros(0, self.num_tokens, dtype=torch.int64, device=self.device)
         return adapter, adapter.ar_steps(stacked, settings["num_iter"], settings["guidance_scale"], settings["guidance_schedule"])
 
@@ -374,6 +391,7 @@ class MARPipeline:
     def _finish(self, latents: torch.Tensor, output_type: str):
         from car_spec.models.vae import decode_latents
 
+        assert self.vae is not None  # `__call__` refused it
         images = decode_latents(self.vae, latents)  # (B, 3, H, W)
         self._check_finite(images)
         images = (0.5 * images + 0.5).clamp(0, 1)

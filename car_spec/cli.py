@@ -5,6 +5,8 @@ Plain results on stdout, progress and warnings on stderr.
 
 import argparse
 import importlib.util
+import os
+import platform
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,9 +22,10 @@ from car_spec.adapters.mar import GUIDANCE_SCHEDULES
 from car_spec.cspd import VARIANTS, CSpDSettings
 from car_spec.engine import DRAFTERS, LosslessSettings
 from car_spec.eval.cli import add_parsers as add_evaluation_parsers
+from car_spec.parallel import MODES, RankError, Ranks, Shares, groups_of, started_by_torchrun
 from car_spec.pipeline import DEFAULT_SAMPLER, LAWS, SAMPLERS, MARPipeline, load_pipeline
-from car_spec.runs import ImageSpec, RunError, RunFolder, generate_images, image_spec, sha256_of
-from car_spec.trace import report, summary
+from car_spec.runs import ImageSpec, Part, RunError, RunFolder, generate_images, image_spec, sha256_of
+from car_spec.trace import exchanged, report, summary
 
 LOSSLESS_CHOICES = ("sampler", "lookahead", "window")  # what `--lookahead auto` decides
 CPU_HINT = (
@@ -113,6 +116,16 @@ def build_parser() -> argparse.ArgumentParser:
     where.add_argument("--batch-size", type=int, default=16, help="images at a time (default: %(default)s)")
     where.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, ... (default: %(default)s)")
     where.add_argument("--dtype", choices=DTYPES, default="float32", help="of the transformer (default: %(default)s)")
+    where.add_argument(
+        "--parallel",
+        choices=MODES,
+        help="with torchrun: processes share images, or each verification (lossless), or both where batches are few (default: images)",
+    )
+    where.add_argument(
+        "--shares",
+        type=int,
+        help="parts of a verification, a call each (default: one a process); equal parts give equal bytes on any number of processes",
+    )
     where.add_argument("--verbose", action="store_true", help="say how many network calls it took, and what verification did")
     where.add_argument("--plot", action="store_true", help="draw what verification accepted into speculation.png (lossless; matplotlib)")
     where.add_argument("--columns", type=int, help="of the grid (default: the number of classes, at most 8)")
@@ -251,6 +264,8 @@ def choose_device(name: str) -> torch.device:
         if torch.cuda.is_available():
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    if "," in name:
+        raise ValueError(f"--device {name} names several devices, but a process uses one: start one for each with torchrun")
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -260,6 +275,25 @@ def choose_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from None
     return device
+
+
+def device_of_process(device: torch.device) -> torch.device:
+    """Under torchrun, the GPU of the process's own: that of its local rank."""
+    local, processes = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if device.type != "cuda" or processes == 1:
+        return device
+    if device.index is not None:
+        raise ValueError(f"--device {device} would serve {processes} processes: give --device cuda, and each takes its own")
+    if local >= torch.cuda.device_count():
+        raise ValueError(f"--device cuda: torchrun started {processes} processes here, but there are {torch.cuda.device_count()} GPUs")
+    return torch.device("cuda", local)
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What has to be equal for equal calls to give equal bits."""
+    if device.type == "cuda":
+        return {"device": torch.cuda.get_device_name(device)}
+    return {"device": f"{device.type} ({platform.machine()})", "threads": torch.get_num_threads()}
 
 
 def choose_images(args: argparse.Namespace, pipeline: MARPipeline) -> tuple[list[int], list[ImageSpec]]:
@@ -275,13 +309,20 @@ def choose_images(args: argparse.Namespace, pipeline: MARPipeline) -> tuple[list
 
 
 def run_generate(args: argparse.Namespace) -> None:
-    from tqdm import tqdm
-
     if args.batch_size < 1:
         raise ValueError(f"--batch-size {args.batch_size} is below 1")
     if args.plot:
         require("--plot", "matplotlib")
-    device = choose_device(args.device)
+    if args.parallel and "WORLD_SIZE" not in os.environ:
+        raise ValueError(f"--parallel {args.parallel} needs processes: torchrun --nproc-per-node N -m car_spec.cli generate ...")
+    device = device_of_process(choose_device(args.device))
+    with started_by_torchrun(device) as ranks:
+        generate(args, device, ranks)
+
+
+def generate(args: argparse.Namespace, device: torch.device, ranks: Ranks) -> None:
+    from tqdm import tqdm
+
     pipeline = load_pipeline(
         args.model,
         vae=args.vae,
@@ -294,13 +335,15 @@ def run_generate(args: argparse.Namespace) -> None:
     )
     sampling = pipeline.settings(**{name: getattr(args, name) for name in SAMPLING})
     classes, specs = choose_images(args, pipeline)
+    part = divide_work(args, pipeline, sampling, ranks, -(-len(specs) // args.batch_size))
     if sampling.get("lookahead") == "auto":
         size = min(args.batch_size, len(specs))
-        sampling = RunFolder.chosen_before(args.out, LOSSLESS_CHOICES, sampling) or pipeline.tune(size, sampling)
+        before = lambda: RunFolder.chosen_before(args.out, LOSSLESS_CHOICES, sampling)
+        sampling = ranks.once(lambda: before() or pipeline.tune(size, sampling))
         chosen = ", ".join(f"{name} {sampling[name]}" for name in LOSSLESS_CHOICES if name in sampling)
-        print(f"--lookahead auto: {chosen}", file=sys.stderr)
+        say(ranks, f"--lookahead auto: {chosen}")
     elif "lookahead" in sampling and device.type == "cpu" and min(args.batch_size, len(specs)) > 2:
-        print(CPU_HINT, file=sys.stderr)
+        say(ranks, CPU_HINT)
     assert pipeline.source is not None  # load_pipeline sets it
     settings = {
         "model": pipeline.preset.name,
@@ -312,20 +355,31 @@ def run_generate(args: argparse.Namespace) -> None:
         "seed": args.seed,
         **sampling,
         "dtype": args.dtype,
+        **({"shares": pipeline.shares.count} if pipeline.shares else {}),
     }
     environment = {
         "car_spec": car_spec.__version__,
         "torch": torch.__version__,
         "device": str(device),
+        "processes": ranks.size,
         "batch_size": args.batch_size,
         "image_size": pipeline.image_size,
         "law of the images": LAWS[sampling["sampler"]],
     }
+    ranks.require_equal(settings)
     folder = RunFolder(args.out, settings)
-    folder.open()
-    folder.write_manifest(specs, pipeline.class_names, environment)
-    with tqdm(total=len(specs), unit="image", desc=pipeline.preset.name, file=sys.stderr) as bar:
-        made, traces = generate_images(pipeline, folder, specs, args.batch_size, sampling, bar.update)
+
+    def open_folder() -> None:
+        folder.open()
+        folder.write_manifest(specs, pipeline.class_names, environment)
+
+    ranks.once(open_folder)
+    with tqdm(total=len(specs), unit="image", desc=pipeline.preset.name, file=sys.stderr, disable=ranks.rank > 0) as bar:
+        own = generate_images(pipeline, folder, specs, args.batch_size, sampling, lambda n: bar.update(n * part.count), part)
+    everyone = ranks.gather_objects(own)
+    if ranks.rank > 0:
+        return
+    made, traces = sum(count for count, _ in everyone), [trace for _, batch in everyone for trace in batch]
     if traces:
         took = report(traces)
         folder.add_report(took)
@@ -342,6 +396,34 @@ def run_generate(args: argparse.Namespace) -> None:
         for name, value in took.items():
             if isinstance(value, dict):
                 print(f"{name}: " + ", ".join(f"{key} {number:g}" for key, number in value.items()))
+        for name, value in exchanged(traces).items():
+            print(f"{name}: {', '.join(map(str, value)) if isinstance(value, list) else f'{value:g}'}")
+
+
+def say(ranks: Ranks, text: str) -> None:
+    if ranks.rank == 0:
+        print(text, file=sys.stderr)
+
+
+def divide_work(args: argparse.Namespace, pipeline: MARPipeline, sampling: dict[str, Any], ranks: Ranks, num_batches: int) -> Part:
+    """What this process does; where a verification is divided, the pipeline learns how."""
+    groups = groups_of(args.parallel or "images", ranks.size, num_batches)
+    part = Part(ranks.rank * groups // ranks.size, groups, ranks.divide(groups))
+    if part.ranks.size > 1 or args.shares is not None:
+        flag = f"--shares {args.shares}" if args.shares is not None else f"--parallel {args.parallel}"
+        if sampling["sampler"] != "lossless":
+            raise ValueError(f"{flag} divides the lossless sampler's verification, but --sampler is {sampling['sampler']}")
+        if sampling.get("lookahead") == "auto":
+            raise ValueError(f"{flag} conflicts with --lookahead auto, which measures one process: give a number")
+        part.ranks.require_equal({"torch": torch.__version__, **machine(pipeline.device)})
+        pipeline.shares = Shares(part.ranks, args.shares)
+    if num_batches < groups:
+        say(
+            ranks,
+            f"{num_batches} batches of --batch-size {args.batch_size} leave {groups - num_batches} of {ranks.size} processes without work; "
+            "a smaller --batch-size or --parallel both occupies them",
+        )
+    return part
 
 
 def run_bench(args: argparse.Namespace) -> None:
@@ -457,8 +539,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse(argv)
         args.run(args)
-    except (ValueError, RunError, OSError) as error:
-        print(f"car-spec: error: {error}", file=sys.stderr)
+    except (ValueError, RunError, RankError, OSError) as error:
+        rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+        print(f"car-spec: error: {rank}{error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ncar-spec: stopped; what was made is kept, start the same command again to go on", file=sys.stderr)

@@ -16,6 +16,7 @@ from car_spec.cspd import CSpDSampler, CSpDSettings, NoiseTable
 from car_spec.engine import DraftModel, LosslessSampler, LosslessSettings
 from car_spec.models.presets import PRESETS, Preset
 from car_spec.noise import Noise
+from car_spec.parallel import Shares
 from car_spec.sequential import noise_from_generators, sample_sequential
 from car_spec.trace import Trace
 
@@ -99,6 +100,7 @@ class MARPipeline:
         self.num_tokens, token_dim = model.config.num_tokens, model.config.token_dim
         channels = vae.config.latent_channels if vae is not None else latent_channels or token_dim
         self.draft: MARPipeline | None = None  # drafts where `drafter="model"`
+        self.shares: Shares | None = None  # divide the lossless sampler's verification among processes
         self.tuned: dict[tuple, dict[str, Any]] = {}  # what `tune` found, by batch size and settings
         self.patch_size = math.isqrt(token_dim // channels)
         if self.patch_size == 0 or channels * self.patch_size**2 != token_dim:
@@ -342,6 +344,8 @@ class MARPipeline:
         draft = self._draft_model(labels, batch, settings) if sampler == "cspd" or own.get("drafter") == "model" else None
         try:
             if sampler == "lossless":
+                if self.shares is not None:
+                    adapter = self.shares.adapter(adapter, trace)
                 tokens = LosslessSampler(adapter, steps, vectors, nulls, noise, LosslessSettings(**own), trace, draft).sample()
             elif sampler == "cspd":
                 assert draft is not None  # `settings` refused it
@@ -355,8 +359,13 @@ class MARPipeline:
                 tokens = sample_sequential(adapter, steps, vectors, nulls, source, callback, trace)  # (B, N, D)
         except NonFiniteError as error:
             raise NonFiniteImageError(error.rows.tolist()) from None
-        self._check_finite(tokens)
+        self._check(tokens)
         return tokens, trace
+
+    def _check(self, tokens: torch.Tensor) -> None:
+        self._check_finite(tokens)
+        if self.shares is not None:
+            self.shares.require_agreement(tokens)
 
     def _vectors(self, labels: torch.Tensor | None, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What the adapter's `conditions` takes for a label, and for none, a row an image: class vectors (B, W)."""

@@ -71,13 +71,15 @@ class XARPipeline(MARPipeline):
         else:
             sampler = sequential(noise, trace)
         adapter = XARAdapter(self.model, num_inference_steps=steps)
+        if self.shares is not None and settings["sampler"] == "lossless":
+            adapter = self.shares.cells(adapter, trace)
         on_cell = None if callback is None else lambda i, cells: callback(i, _raster(cells))
         try:
             tokens = _raster(sample_cells(adapter, labels, settings["guidance_scale"], sampler, draft, trace, on_cell))
         except NonFiniteError as error:
             raise NonFiniteImageError(error.rows.tolist()) from None
         trace.draft_calls += trace.chain.draft_calls
-        self._check_finite(tokens)
+        self._check(tokens)
         return tokens, trace
 
 

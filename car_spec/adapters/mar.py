@@ -71,6 +71,7 @@ class MARAdapter:
         self.temperature, self.clip_sample_range = temperature, clip_sample_range
         self.num_tokens: int = model.diffusion_pos_embed_learned.shape[1]
         self.token_dim: int = model.z_proj.weight.shape[1]
+        self.condition_dim: int = model.diffusion_pos_embed_learned.shape[2]  # W
 
     def ar_steps(self, orders: torch.Tensor, num_iter: int, guidance_scale: float, guidance_schedule: str) -> list[ARStep]:
         """orders (B, N): permutations, generated from the end to the beginning as in the release. -> `num_iter` steps."""

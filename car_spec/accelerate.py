@@ -1,7 +1,8 @@
 """`accelerate(model)`: two lines that give an existing code base a faster sampler, with the method it already calls.
 
 The model is an instance of the authors' own class. It is known by its attributes, none of its code is imported, and its parameters are
-shared, not copied: every call looks at them anew, so the sampler follows whatever the model is moved, cast or trained to.
+shared, not copied: every call looks at them anew, so the sampler follows whatever the model is moved, cast or trained to. Inside
+`torch.autocast` the networks run in its dtype, and what is decided from their output in float32.
 """
 
 import math
@@ -98,15 +99,16 @@ class Network:
     def __init__(self, model: Any):
         self.model = unwrap(model)
         self.kind = kind_of(self.model)
-        self.ours = self._load()
+        self.ours = self._load(None)
 
-    def _state(self) -> dict[str, torch.Tensor]:
-        return {name: value for name, value in self.model.state_dict().items() if not name.startswith("vae.")}
+    def _state(self, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+        state = {name: value for name, value in self.model.state_dict().items() if not name.startswith("vae.")}
+        return state if dtype is None else {name: value.to(dtype) for name, value in state.items()}
 
-    def _load(self) -> Any:
+    def _load(self, dtype: torch.dtype | None) -> Any:
         from car_spec.models.loading import Checkpoint, load_mar, load_xar
 
-        checkpoint = Checkpoint(Path(type(self.model).__name__), "module", self._state())
+        checkpoint = Checkpoint(Path(type(self.model).__name__), "module", self._state(dtype))
         mar = self.model.mar if self.kind == "harmon" else self.model
         heads = mar.encoder_blocks[0].attn.num_heads
         if self.kind != "harmon":
@@ -115,14 +117,23 @@ class Network:
 
         return build_harmon(checkpoint, infer_harmon_config(checkpoint, heads, self.model.llm.config.to_dict()))
 
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
     def follow(self) -> None:
-        """Take the model's parameters as they are now: no copy, whatever device and dtype they have."""
+        """Take the model's parameters as they are now, whatever device and dtype they have.
+
+        They are not copied, unless the caller is inside `torch.autocast`: then the network runs in a copy of autocast's dtype.
+        """
+        kind = self.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         if self.kind == "harmon":
-            self.ours = self._load()  # its language model has buffers that depend on the device
+            self.ours = self._load(dtype)  # its language model has buffers that depend on the device
             return
         from car_spec.models.loading import load_strictly
 
-        state = self._state()
+        state = self._state(dtype)
         load_strictly(self.ours, {name: state[name] for name in self.ours.state_dict()}, Path(type(self.model).__name__))
 
     @property
@@ -209,7 +220,8 @@ class _Sampler:
         """-> (B, C, h, w) float32, as the network has them: not divided by the autoencoder's scale."""
         self._follow()
         listed = labels.tolist() if isinstance(labels, torch.Tensor) else labels
-        output = self.pipeline(listed, num_images=count, generator=self.generator, output_type="latent", **self.options, **given)
+        with torch.autocast(self.network.device.type, enabled=False):  # states and densities stay in float32
+            output = self.pipeline(listed, num_images=count, generator=self.generator, output_type="latent", **self.options, **given)
         self.trace, self.settings = output.trace, output.settings
         return output.images
 
@@ -323,11 +335,11 @@ class HarmonSampler(_Sampler):
         harmon = self.network.ours
         side = math.isqrt(harmon.config.mar.num_tokens)
         grid = (side, side) if image_shape is None else (image_shape[0], image_shape[1])
-        pipeline = _Prompted(harmon, self.pipeline.preset, harmon.read_prompts(input_ids, attention_mask), grid)
-        self.settings = pipeline.settings(
-            **self.options, num_iter=num_iter, guidance_scale=cfg, guidance_schedule=cfg_schedule, temperature=temperature
-        )
-        with _bar(num_iter, progress) as callback:
+        with torch.autocast(self.network.device.type, enabled=False), _bar(num_iter, progress) as callback:
+            pipeline = _Prompted(harmon, self.pipeline.preset, harmon.read_prompts(input_ids, attention_mask), grid)
+            self.settings = pipeline.settings(
+                **self.options, num_iter=num_iter, guidance_scale=cfg, guidance_schedule=cfg_schedule, temperature=temperature
+            )
             tokens, self.trace = pipeline.tokens(rows // 2 if guided else rows, self.generator, self.settings, callback)
         return self.network.model.decode(tokens.unflatten(1, grid).to(harmon.proj_in[0].weight.dtype))
 

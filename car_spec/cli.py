@@ -22,6 +22,7 @@ from car_spec.adapters.mar import GUIDANCE_SCHEDULES
 from car_spec.cspd import VARIANTS, CSpDSettings
 from car_spec.engine import DRAFTERS, LosslessSettings
 from car_spec.eval.cli import add_parsers as add_evaluation_parsers
+from car_spec.execution import Execution
 from car_spec.parallel import MODES, RankError, Ranks, Shares, groups_of, started_by_torchrun
 from car_spec.pipeline import DEFAULT_SAMPLER, LAWS, SAMPLERS, MARPipeline, load_pipeline
 from car_spec.runs import ImageSpec, Part, RunError, RunFolder, generate_images, image_spec, sha256_of
@@ -116,6 +117,7 @@ def build_parser() -> argparse.ArgumentParser:
     where.add_argument("--batch-size", type=int, default=16, help="images at a time (default: %(default)s)")
     where.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, ... (default: %(default)s)")
     where.add_argument("--dtype", choices=DTYPES, default="float32", help="of the transformer (default: %(default)s)")
+    add_execution_flags(where)
     where.add_argument(
         "--parallel",
         choices=MODES,
@@ -150,6 +152,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     bench.add_argument("--device", default="auto", help="(default: %(default)s)")
     bench.add_argument("--dtype", choices=DTYPES, default="float32", help="of the transformer (default: %(default)s)")
+    add_execution_flags(bench)
     bench.add_argument("--out", type=Path, default=Path("outputs/bench"), help="folder of bench.json and pareto.png (default: %(default)s)")
     bench.set_defaults(run=run_bench)
 
@@ -184,6 +187,11 @@ def build_parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", parents=[model], help="say what a checkpoint holds", description="Say what a checkpoint holds.")
     info.set_defaults(run=run_info)
     return parser
+
+
+def add_execution_flags(parser: Any) -> None:
+    parser.add_argument("--compile", action="store_true", help="torch.compile of the head and of the backbone's blocks")
+    parser.add_argument("--cuda-graphs", action="store_true", help="replay small calls of MAR's head as CUDA graphs; needs a CUDA device")
 
 
 def require(what: str, *packages: str) -> None:
@@ -316,11 +324,13 @@ def run_generate(args: argparse.Namespace) -> None:
     if args.parallel and "WORLD_SIZE" not in os.environ:
         raise ValueError(f"--parallel {args.parallel} needs processes: torchrun --nproc-per-node N -m car_spec.cli generate ...")
     device = device_of_process(choose_device(args.device))
+    execution = Execution(args.compile, args.cuda_graphs)
+    execution.check(device)
     with started_by_torchrun(device) as ranks:
-        generate(args, device, ranks)
+        generate(args, device, execution, ranks)
 
 
-def generate(args: argparse.Namespace, device: torch.device, ranks: Ranks) -> None:
+def generate(args: argparse.Namespace, device: torch.device, execution: Execution, ranks: Ranks) -> None:
     from tqdm import tqdm
 
     pipeline = load_pipeline(
@@ -333,6 +343,7 @@ def generate(args: argparse.Namespace, device: torch.device, ranks: Ranks) -> No
         device=device,
         dtype=DTYPES[args.dtype],
     )
+    pipeline.set_execution(execution)
     sampling = pipeline.settings(**{name: getattr(args, name) for name in SAMPLING})
     classes, specs = choose_images(args, pipeline)
     part = divide_work(args, pipeline, sampling, ranks, -(-len(specs) // args.batch_size))
@@ -356,6 +367,7 @@ def generate(args: argparse.Namespace, device: torch.device, ranks: Ranks) -> No
         **sampling,
         "dtype": args.dtype,
         **({"shares": pipeline.shares.count} if pipeline.shares else {}),
+        **{name: True for name in ("compile", "cuda_graphs") if getattr(args, name)},
     }
     environment = {
         "car_spec": car_spec.__version__,
@@ -437,6 +449,8 @@ def run_bench(args: argparse.Namespace) -> None:
         check_at_least(name, getattr(args, name), least)
     check_quality_images("--images", args.images)
     device = choose_device(args.device)
+    execution = Execution(args.compile, args.cuda_graphs)
+    execution.check(device)
     pipeline = load_pipeline(
         args.model,
         vae=args.vae,
@@ -446,6 +460,7 @@ def run_bench(args: argparse.Namespace) -> None:
         device=device,
         dtype=DTYPES[args.dtype],
     )
+    pipeline.set_execution(execution)
     given = {name: getattr(args, name) for name in ("num_iter", "num_inference_steps", "guidance_scale")}
     base = {name: value for name, value in given.items() if value is not None}
     own = {name: getattr(args, name) for name in ("lookahead", "window") if getattr(args, name) is not None}

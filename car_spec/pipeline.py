@@ -14,6 +14,7 @@ from car_spec.asd import NonFiniteError
 from car_spec.costmodel import PILOT_IMAGES, WINDOWS, tune
 from car_spec.cspd import CSpDSampler, CSpDSettings, NoiseTable
 from car_spec.engine import DraftModel, LosslessSampler, LosslessSettings
+from car_spec.execution import Execution
 from car_spec.models.presets import PRESETS, Preset
 from car_spec.noise import Noise
 from car_spec.parallel import Shares
@@ -100,6 +101,7 @@ class MARPipeline:
         self.num_tokens, token_dim = model.config.num_tokens, model.config.token_dim
         channels = vae.config.latent_channels if vae is not None else latent_channels or token_dim
         self.draft: MARPipeline | None = None  # drafts where `drafter="model"`
+        self.execution = Execution()
         self.shares: Shares | None = None  # divide the lossless sampler's verification among processes
         self.tuned: dict[tuple, dict[str, Any]] = {}  # what `tune` found, by batch size and settings
         self.patch_size = math.isqrt(token_dim // channels)
@@ -117,6 +119,14 @@ class MARPipeline:
         if self.draft is not None:
             self.draft.to(device, dtype)
         return self
+
+    def set_execution(self, execution: Execution) -> None:
+        """Run the networks, and the draft's, as `Execution` says."""
+        execution.check(self.device)
+        self.execution = execution
+        execution.prepare(self.model)
+        if self.draft is not None:
+            self.draft.set_execution(execution)
 
     def set_draft(self, draft: "MARPipeline") -> None:
         """Let another model draft for `drafter="model"`. It must speak the same tokens; what differs is named with both values."""
@@ -382,6 +392,7 @@ class MARPipeline:
             num_inference_steps=settings["num_inference_steps"],
             temperature=settings["temperature"],
             clip_sample_range=self.clip_sample_range,
+            run=self.execution.run_head,
         )
 
     def _problem(self, generators: list[torch.Generator], settings: dict) -> tuple[MARAdapter, list[ARStep]]:

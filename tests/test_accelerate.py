@@ -194,6 +194,21 @@ def test_training_between_two_calls_changes_the_samples():
     assert torch.equal(fast.sample_tokens(1, 4), sample()) and not torch.equal(before, sample())
 
 
+def test_inside_autocast_networks_run_in_its_dtype_and_states_in_float32():
+    model = AuthorsMAR()
+    fast, cast = accelerate(model, seed=0), accelerate(copy.deepcopy(model).bfloat16(), seed=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = fast.sample_tokens(2, 4, labels=[1, 2])
+        assert torch.is_autocast_enabled("cpu")
+    assert inside.dtype == torch.float32 and torch.equal(inside, cast.sample_tokens(2, 4, labels=[1, 2]))
+    assert model.z_proj.weight.dtype == torch.float32
+    plain = accelerate(model, seed=0).sample_tokens(2, 4, labels=[1, 2])
+    assert torch.equal(fast.sample_tokens(2, 4, labels=[1, 2]).isfinite(), plain.isfinite()) and not torch.equal(inside, plain)
+    ids = torch.tensor([[5, 17, 99]])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert accelerate(AuthorsHarmon(), seed=0).sample(input_ids=ids, attention_mask=torch.ones_like(ids), num_iter=4).isfinite().all()
+
+
 def test_wrapped_models_are_unwrapped():
     model = AuthorsMAR()
     for wrapped in (nn.DataParallel(model), torch.compile(model)):

@@ -24,7 +24,7 @@ from car_spec.engine import DRAFTERS, LosslessSettings
 from car_spec.eval.cli import add_parsers as add_evaluation_parsers
 from car_spec.execution import Execution
 from car_spec.parallel import MODES, RankError, Ranks, Shares, groups_of, started_by_torchrun
-from car_spec.pipeline import DEFAULT_SAMPLER, LAWS, SAMPLERS, MARPipeline, load_pipeline
+from car_spec.pipeline import DEFAULT_SAMPLER, LAWS, SAMPLERS, MARPipeline, load_pipeline, model_file, vae_beside
 from car_spec.runs import ImageSpec, Part, RunError, RunFolder, generate_images, image_spec, sha256_of
 from car_spec.trace import exchanged, report, summary
 
@@ -184,8 +184,15 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_evaluation_parsers(commands)
 
-    info = commands.add_parser("info", parents=[model], help="say what a checkpoint holds", description="Say what a checkpoint holds.")
-    info.set_defaults(run=run_info)
+    info = commands.add_parser(
+        "info",
+        parents=[model],
+        help="say what a checkpoint is, and which samplers fit it",
+        description="Say what a checkpoint is, and which samplers fit it.",
+    )
+    info.add_argument("checkpoint", nargs="?", metavar="MODEL", help="as --model")
+    info.add_argument("--draft", help="also look whether this model can draft for it")
+    info.set_defaults(run=run_info, model=None)
     return parser
 
 
@@ -539,14 +546,41 @@ def run_ablate(args: argparse.Namespace) -> None:
 
 
 def run_info(args: argparse.Namespace) -> None:
-    pipeline = load_pipeline(args.model, vae=args.vae, weights=args.weights, num_heads=args.num_heads)
-    assert pipeline.source is not None  # load_pipeline sets it
-    count = sum(p.numel() for p in pipeline.model.parameters())
-    print(f"file: {pipeline.source.model}\nsha256: {sha256_of(pipeline.source.model)}\nweights: {pipeline.source.copy}")
-    print(f"autoencoder: {pipeline.source.vae}\nparameters: {count / 1e6:.2f} M\nimage size: {pipeline.image_size}")
-    print(f"network: {pipeline.model.config}\npreset: {pipeline.preset}")
-    if pipeline.class_names:
-        print("classes: " + ", ".join(f"{i} {name}" for i, name in enumerate(pipeline.class_names)))
+    from car_spec.info import bare_pipeline, describe, samplers
+    from car_spec.models.loading import identify, read_checkpoint, resolve
+    from car_spec.models.vae import load_vae
+
+    if args.checkpoint is not None and args.model is not None:
+        raise ValueError(f"info takes one model, but {args.checkpoint} and --model {args.model} are given")
+    file = model_file(args.checkpoint or args.model or "demo")
+    checkpoint = read_checkpoint(file, args.weights)
+    print(f"file: {file}\nsha256: {sha256_of(file)}")
+    for name, text in describe(checkpoint, args.num_heads):
+        print(f"{name}: {text}")
+    if identify(checkpoint.state) == "vae":
+        return
+    try:
+        vae_path = resolve(args.vae, "--vae") if args.vae else vae_beside(file)
+    except ValueError as missing:
+        vae_path = None
+        print(f"autoencoder: {missing}")
+    else:
+        print(f"autoencoder: {vae_path}")
+    pipeline = bare_pipeline(checkpoint, args.num_heads, load_vae(vae_path) if vae_path else None)
+    if pipeline is None:
+        print("samplers: lossless and sequential, from Python (docs/harmon.md)")
+        return
+    if pipeline.vae is not None:
+        print(f"image size: {pipeline.image_size}")
+    if args.draft:
+        draft = bare_pipeline(read_checkpoint(model_file(args.draft, "--draft")), args.num_heads, pipeline.vae)
+        if draft is None:
+            raise ValueError(f"--draft {args.draft} holds no model that can draft")
+        pipeline.set_draft(draft)
+    for name, text in samplers(pipeline):
+        print(f"{name}: {text}")
+    if names := checkpoint.metadata.get("class_names"):
+        print("classes: " + ", ".join(f"{i} {name}" for i, name in enumerate(names)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -460,11 +460,11 @@ def load_pipeline(
     copied. draft: a model of the same tokens that may draft (`drafter="model"`). dtype: of the transformers and their heads.
     Raises CheckpointError (a ValueError) in one sentence.
     """
-    from car_spec.models.loading import find_file, identify, load_mar, load_xar, read_checkpoint, resolve
+    from car_spec.models.loading import identify, load_mar, load_xar, read_checkpoint, resolve
     from car_spec.models.vae import load_vae
     from car_spec.xar_pipeline import XARPipeline
 
-    file = DEMO_FOLDER / DEMO_MODELS[str(model)] if str(model) in DEMO_MODELS else find_file(resolve(model))
+    file = model_file(model)
     checkpoint = read_checkpoint(file, weights)
     kind = "xar" if identify(checkpoint.state) == "xar" else "mar"
     network: Any = (load_xar if kind == "xar" else load_mar)(checkpoint, num_heads=num_heads)
@@ -485,6 +485,13 @@ def load_pipeline(
     if draft is not None:
         pipeline.set_draft(load_pipeline(draft, vae=vae_path, num_heads=num_heads))
     return pipeline.to(device, dtype)
+
+
+def model_file(model: str | Path, flag: str = "--model") -> Path:
+    """The name of a demo, a file, a folder or a hub id -> the file."""
+    from car_spec.models.loading import find_file, resolve
+
+    return DEMO_FOLDER / DEMO_MODELS[str(model)] if str(model) in DEMO_MODELS else find_file(resolve(model, flag))
 
 
 def vae_beside(file: Path) -> Path:

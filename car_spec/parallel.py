@@ -215,7 +215,7 @@ class _Shared:
 class _SharedAdapter(_Shared):
     def conditions(self, tokens: torch.Tensor, mask: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
         """(P, H, N, W), as the adapter's own."""
-        empty = tokens.new_zeros(0, vectors.shape[1], self.num_tokens, self.condition_dim, dtype=self.head.dtype)
+        empty = tokens.new_zeros(0, vectors.shape[1], self.num_tokens, self.condition_dim, dtype=self.dtype)
         call = lambda _, start, stop: self.inside.conditions(tokens[start:stop], mask[start:stop], vectors[start:stop])
         z, by_rank = self.shares.evaluate(self.shares.even(len(tokens)), call, empty, self.exchange)
         self.exchange.prefixes = [known + new for known, new in zip(self.exchange.prefixes, by_rank)]

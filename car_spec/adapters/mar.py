@@ -74,6 +74,7 @@ class MARAdapter:
         self.num_tokens: int = model.diffusion_pos_embed_learned.shape[1]
         self.token_dim: int = model.z_proj.weight.shape[1]
         self.condition_dim: int = model.diffusion_pos_embed_learned.shape[2]  # W
+        self.dtype = self.head.dtype  # of conditions
 
     def ar_steps(self, orders: torch.Tensor, num_iter: int, guidance_scale: float, guidance_schedule: str) -> list[ARStep]:
         """orders (B, N): permutations, generated from the end to the beginning as in the release. -> `num_iter` steps."""

@@ -1,12 +1,12 @@
-"""Processes as torchrun starts them, for tests. The module imports little, because every process imports it anew."""
+"""Processes as torchrun starts them, for tests. What takes long to import is imported once and forked."""
 
 import contextlib
+import multiprocessing
 import os
 import socket
 from pathlib import Path
 
 import torch
-import torch.multiprocessing
 
 from car_spec.chain import DiffusionChain
 from car_spec.cli import main
@@ -52,7 +52,8 @@ def run_rank(rank: int, world: int, runs, folder: Path) -> None:
 def start(world: int, runs, folder: Path) -> None:
     """Raises where a process is still running after PATIENCE seconds."""
     runs = [(name, flags, free_port(), *failure) if failure else (name, flags, free_port(), None) for name, flags, *failure in runs]
-    context = torch.multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["processes", "timm.models.vision_transformer", "diffusers.models.autoencoders.autoencoder_kl"])
     processes = [context.Process(target=run_rank, args=(rank, world, runs, folder)) for rank in range(world)]
     for process in processes:
         process.start()

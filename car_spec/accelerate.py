@@ -74,20 +74,22 @@ def accelerate(
     num_inference_steps: denoising steps; None takes what the model's own sampler was built with, or the preset of its size.
     Raises ValueError for a model that does not fit, with the missing attribute's name, and TypeError for an option that does not exist.
     """
-    given = dict(sampler=sampler, draft=draft, generator=generator, seed=seed, num_inference_steps=num_inference_steps)
-    diffusers = sys.modules.get("diffusers")  # not loaded: then it cannot be one of its pipelines
+    if generator is not None and seed is not None:
+        raise ValueError(f"generator and seed {seed} are both given; the seed belongs to the generator")
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+    diffusers = sys.modules.get("diffusers")  # not loaded: then the model cannot be one of its pipelines
     if diffusers is not None and isinstance(model, diffusers.DiffusionPipeline):
         from car_spec.diffusion_pipeline import accelerate_pipeline
 
+        given = dict(sampler=sampler, draft=draft, generator=generator, num_inference_steps=num_inference_steps)
         return accelerate_pipeline(model, **{name: value for name, value in given.items() if value is not None}, **options)
     for name in options:
         if name not in OPTIONS:
             raise TypeError(f"accelerate() has no option {name!r}; its options are {', '.join(OPTIONS)}")
-    if generator is not None and seed is not None:
-        raise ValueError(f"generator and seed {seed} are both given; the seed belongs to the generator")
     if generator is None:
         generator = torch.Generator()
-        generator.seed() if seed is None else generator.manual_seed(seed)
+        generator.seed()
     kinds: dict[str, type[_Sampler]] = {"mar": MARSampler, "xar": XARSampler, "harmon": HarmonSampler}
     network = Network(model)
     return kinds[network.kind](network, Network(draft) if draft is not None else None, generator, num_inference_steps, sampler, options)

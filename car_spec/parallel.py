@@ -25,6 +25,7 @@ from car_spec.trace import Exchange, Trace
 MODES = ("images", "verification", "both")
 BACKENDS = "cpu:gloo,cuda:nccl"
 PATIENCE = timedelta(days=1)  # a process may wait hours for the others' last images; one that is gone is noticed at once
+MEETING = timedelta(minutes=10)  # until all processes are there
 FAILURE = "car_spec/failure"
 T = TypeVar("T")
 
@@ -130,7 +131,7 @@ def started_by_torchrun(device: torch.device) -> Iterator[Ranks]:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store, rank, size = next(dist.rendezvous("env://", timeout=PATIENCE))
+    store, rank, size = next(dist.rendezvous("env://", timeout=MEETING))
     dist.init_process_group(BACKENDS if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
     try:
         yield Ranks(rank, size, 0, dist.group.WORLD, store)

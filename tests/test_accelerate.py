@@ -1,6 +1,7 @@
 """The sampler of `accelerate` in the place of the authors' own, on stand-ins with the attributes and signatures of their classes."""
 
 import copy
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -223,6 +224,18 @@ def test_a_seed_repeats_and_global_generators_are_left_alone():
     third = accelerate(AuthorsMAR(), generator=torch.default_generator).sample_tokens(2, 4)
     torch.manual_seed(0)
     assert torch.equal(third, accelerate(AuthorsMAR(), generator=torch.default_generator).sample_tokens(2, 4))
+
+
+def test_a_pipeline_of_diffusers_is_handed_on_with_its_options(monkeypatch):
+    diffusers = pytest.importorskip("diffusers")
+    given = []
+    module = SimpleNamespace(accelerate_pipeline=lambda pipe, **options: given.append((pipe, options)) or "fast")
+    monkeypatch.setitem(sys.modules, "car_spec.diffusion_pipeline", module)
+    pipe = diffusers.DDPMPipeline(nn.Identity(), diffusers.DDPMScheduler())
+    assert accelerate(pipe, window=4, seed=7) == "fast"
+    (received, options), *_ = given
+    assert received is pipe and options["window"] == 4 and set(options) == {"window", "generator"}
+    assert options["generator"].initial_seed() == 7
 
 
 # --- refusals

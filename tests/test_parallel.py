@@ -18,7 +18,7 @@ from car_spec.adapters.xar import XARAdapter
 from car_spec.cli import main
 from car_spec.models.harmon import pad_right
 from car_spec.models.xar import XAR, XARConfig
-from car_spec.parallel import Ranks, Shares, groups_of
+from car_spec.parallel import RankError, Ranks, Shares, groups_of
 from car_spec.trace import Trace
 
 NETWORK = dict(atol=2e-5, rtol=1e-5)  # one float32 pass, calls of another size
@@ -178,6 +178,16 @@ def test_a_mode_that_does_not_exist_and_uneven_shares_are_refused():
         groups_of("rows", 2, 1)
     with pytest.raises(ValueError, match="--shares 3 cannot be divided among the 2 processes"):
         Shares(Ranks(size=2), 3)
+
+
+def test_processes_whose_tokens_differ_stop():
+    class Differing(Ranks):
+        def gather_objects(self, value):
+            return [value, {name: "0" * 16 for name in value}]
+
+    with pytest.raises(RankError, match=r"^rank 1 has tokens with the digest 0{16}, rank 0 has [0-9a-f]{16}: they cannot hold"):
+        Shares(Differing(size=2)).require_agreement(torch.ones(2, 3))
+    Shares(Ranks()).require_agreement(torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])

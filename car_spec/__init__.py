@@ -2,6 +2,7 @@
 
 __version__ = "0.1.0"
 
+from car_spec.accelerate import accelerate
 from car_spec.pipeline import load_pipeline
 
-__all__ = ["__version__", "load_pipeline"]
+__all__ = ["__version__", "accelerate", "load_pipeline"]

@@ -115,7 +115,7 @@ def autospeculate(
     trace = ChainTrace() if trace is None else trace
     rows_total, dim, num_steps, device = len(y), y.shape[-1], chain.num_steps, y.device
     window = min(window, num_steps)
-    lengths = draft_lengths(num_steps, window, taper).to(device)  # (K,)
+    lengths = draft_lengths(num_steps, window, taper)  # (K,)
     first, mixing = decay_tables(chain.decay, int(lengths.max()))
     path = Path(
         y.new_zeros(rows_total, num_steps + 1, dim), y.new_zeros(rows_total, num_steps, dim), y.new_zeros(rows_total, num_steps, dim)
@@ -124,17 +124,18 @@ def autospeculate(
     k = torch.full((rows_total,), num_steps - 1, device=device) if start is None else start.clone()  # their next step
     path.states[rows, k + 1] = y
     columns = torch.arange(window + 1, device=device)
+    # what the loop branches on is kept on the host as well, where it costs no wait for the device
+    host = _Pointers(k.cpu(), torch.ones(rows_total, dtype=torch.bool), lengths)
     verify = verify_token_wise if token_wise else verify_block_equal_std if chain.equal_std else verify_block
     prediction = chain.predict(y, k, rows)
     trace.count(len(rows))
-    exact = torch.ones_like(rows, dtype=torch.bool)  # the prediction was made at this very state
 
     while len(rows):
-        if drafter == "frozen" and not exact.all():
-            prediction, exact = chain.predict(y, k, rows), torch.ones_like(exact)
+        if drafter == "frozen" and not host.exact.all():
+            prediction, host.exact = chain.predict(y, k, rows), torch.ones_like(host.exact)
             trace.count(len(rows))
-        length = lengths[k]  # (M,): transitions k ... k - length + 1, all of them with noise
-        longest = max(1, int(length.max()))
+        length = host.length.to(device)  # (M,): transitions k ... k - length + 1, all of them with noise
+        longest = max(1, int(host.length.max()))
         offsets = columns[: longest + 1]
         steps = (k[:, None] - offsets).clamp_min(0)  # (M, G + 1)
         xi = noise.of(rows).normal(window, dim)[:, :longest]  # as many for a row as for any other, whatever its neighbours
@@ -145,8 +146,7 @@ def autospeculate(
             trace.draft_calls += longest
 
         # the network at every drafted state X_0 ... X_length, unless it is already known at X_0; padding keeps the old prediction
-        asked = (offsets <= length[:, None]) & ~(exact[:, None] & (offsets == 0))  # (M, G + 1)
-        index = asked.flatten().nonzero()[:, 0]
+        index = host.asked(longest).to(device)
         flat_states, flat_steps = states.flatten(0, 1), steps.flatten()
         judged = Prediction(*(part.repeat_interleave(longest + 1, 0) for part in prediction))  # (M (G + 1), D)
         if len(index):
@@ -164,31 +164,64 @@ def autospeculate(
         log_ratios = (safe.log_prob(states[:, 1:]) - draft.log_prob(states[:, 1:])).masked_fill(~inside, 0.0)
         verdict: Verdict = verify(log_ratios, length, safe, draft, noise.of(rows))
         tau, complete = verdict.accepted, verdict.accepted == length
+        host.tau = tau.cpu()
         trace.fallbacks += verdict.fallbacks
-        trace.accepted += tau.tolist()
+        trace.accepted += host.tau.tolist()
 
         # write down what stands, and the replacement
-        decided = tau + (~complete).long()  # transitions whose outcome is known
         after = torch.where((offsets[:-1] == tau[:, None])[..., None], verdict.replacement[:, None], states[:, 1:])  # (M, G, D)
-        index = (offsets[:-1] < decided[:, None]).flatten().nonzero()[:, 0]
+        index = host.decided(longest).to(device)
         where = (rows[index // longest], steps[:, :-1].flatten()[index])
         for whole, values in zip(path, (after, *safe)):
             whole[where] = values.flatten(0, 1)[index]
 
         here = torch.arange(len(rows), device=device)
         y = torch.where(complete[:, None], states[here, tau], verdict.replacement)
-        k = k - decided
         last = here * (longest + 1) + tau
-        prediction, exact = Prediction(*(part[last] for part in judged)), complete
-        ended = complete & (k == 0)  # the prediction is that of this very state: the last, deterministic step is known
-        if ended.any():
-            final = target.mean[here, tau][ended]
+        prediction = Prediction(*(part[last] for part in judged))
+        ended, left = host.advance()
+        k = host.k.to(device)
+        if len(ended):  # the prediction is that of this very state: the last, deterministic step is known
+            ended, left = ended.to(device), left.to(device)
+            final = target.mean[ended, tau[ended]]
             path.states[rows[ended], 0] = final
             path.mean[rows[ended], 0], path.log_std[rows[ended], 0] = final, -torch.inf
-            left = ~ended
-            rows, k, y, exact = rows[left], k[left], y[left], exact[left]
+            rows, y = rows[left], y[left]
             prediction = Prediction(prediction.centre[left], prediction.fraction[left])
     return path
+
+
+@dataclass
+class _Pointers:
+    """Where M rows are, on the host: their next step k, and whether the prediction was made at their very state."""
+
+    k: torch.Tensor  # (M,)
+    exact: torch.Tensor  # (M,) bool
+    lengths: torch.Tensor  # (K,) of drafts, by step
+    tau: torch.Tensor = field(init=False)  # (M,) transitions that the last verification accepted
+
+    @property
+    def length(self) -> torch.Tensor:
+        return self.lengths[self.k]
+
+    def asked(self, longest: int) -> torch.Tensor:
+        """Indices into (M, G + 1) of X_0 ... X_length, without X_0 where it is known."""
+        offsets = torch.arange(longest + 1)
+        asked = (offsets <= self.length[:, None]) & ~(self.exact[:, None] & (offsets == 0))
+        return asked.flatten().nonzero()[:, 0]
+
+    def decided(self, longest: int) -> torch.Tensor:
+        """Indices into (M, G) of the transitions whose outcome is known: those accepted and, where not all are, the one after them."""
+        known = self.tau + (self.tau < self.length).long()
+        return (torch.arange(longest) < known[:, None]).flatten().nonzero()[:, 0]
+
+    def advance(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Move on by what was decided -> the rows that have ended, which are dropped, and those left."""
+        complete = self.tau == self.length
+        k = self.k - self.tau - (~complete).long()
+        ended = complete & (k == 0)
+        self.k, self.exact = k[~ended], complete[~ended]
+        return ended.nonzero()[:, 0], (~ended).nonzero()[:, 0]
 
 
 def _draft(chain, prediction: Prediction, y, steps, first, mixing, xi) -> tuple[torch.Tensor, Gaussian]:

@@ -5,6 +5,7 @@ sampling (all rows at one step) and verification (many states of a few rows).
 """
 
 import math
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from car_spec.execution import run_head
 from car_spec.gaussian import Gaussian
 from car_spec.schedule import DiffusionSchedule
 
@@ -22,6 +24,8 @@ MAX_HOISTED = 2**26
 # One step for every row of a call; or an int64 tensor (M,) with a step a row; or (S, 1): all rows at each of S steps, y (S, N, D).
 Steps = int | torch.Tensor
 
+
+HeadRunner = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]  # as `run_head`
 
 # Std of a token's clean value, given all that is known, that drafts reckon with; in latent stds. See `HoistedHead`.
 SPREAD = 0.17
@@ -58,9 +62,9 @@ class HoistedHead:
     put into the posterior mean, it gives back the network's own transition there, whatever the spread; spread 0 re-uses x_0 itself.
     """
 
-    def __init__(self, net: Any, schedule: DiffusionSchedule, spread: float = SPREAD):
+    def __init__(self, net: Any, schedule: DiffusionSchedule, spread: float = SPREAD, run: HeadRunner = run_head):
         weight = net.input_proj.weight
-        self.net, self.schedule = net, schedule
+        self.net, self.schedule, self.run = net, schedule, run
         self.dtype, self.device = weight.dtype, weight.device
         self.width, self.num_steps = weight.shape[0], schedule.num_steps
         self.time = net.time_embed(schedule.timestep_map.to(weight.device))  # (K, W)
@@ -114,15 +118,7 @@ class HoistedHead:
 
     def __call__(self, x: torch.Tensor, modulations: torch.Tensor) -> torch.Tensor:
         """x (..., W) after `input_proj`, modulations (..., F) -> (..., 2 D) in float32: noise prediction, then v."""
-        shape = (self.width,)
-        *layers, shift, scale = modulations.split(self.width, -1)
-        for i, block in enumerate(self.net.res_blocks):
-            block_shift, block_scale, gate = layers[3 * i : 3 * i + 3]
-            h = torch.addcmul(block_shift, F.layer_norm(x, shape, eps=block.in_ln.eps), block_scale)
-            x = torch.addcmul(x, gate, block.mlp(h))
-        final = self.net.final_layer
-        h = torch.addcmul(shift, F.layer_norm(x, shape, eps=final.norm_final.eps), scale)
-        return final.linear(h).float()
+        return self.run(self.net, x, modulations).float()
 
 
 class DiffusionChain:

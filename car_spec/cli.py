@@ -5,6 +5,8 @@ Plain results on stdout, progress and warnings on stderr.
 
 import argparse
 import importlib.util
+import os
+import platform
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,9 +22,11 @@ from car_spec.adapters.mar import GUIDANCE_SCHEDULES
 from car_spec.cspd import VARIANTS, CSpDSettings
 from car_spec.engine import DRAFTERS, LosslessSettings
 from car_spec.eval.cli import add_parsers as add_evaluation_parsers
-from car_spec.pipeline import DEFAULT_SAMPLER, LAWS, SAMPLERS, MARPipeline, load_pipeline
-from car_spec.runs import ImageSpec, RunError, RunFolder, generate_images, image_spec, sha256_of
-from car_spec.trace import report, summary
+from car_spec.execution import Execution
+from car_spec.parallel import MODES, RankError, Ranks, Shares, groups_of, started_by_torchrun
+from car_spec.pipeline import DEFAULT_SAMPLER, LAWS, SAMPLERS, MARPipeline, load_pipeline, model_file, vae_beside
+from car_spec.runs import ImageSpec, Part, RunError, RunFolder, generate_images, image_spec, sha256_of
+from car_spec.trace import exchanged, report, summary
 
 LOSSLESS_CHOICES = ("sampler", "lookahead", "window")  # what `--lookahead auto` decides
 CPU_HINT = (
@@ -113,6 +117,17 @@ def build_parser() -> argparse.ArgumentParser:
     where.add_argument("--batch-size", type=int, default=16, help="images at a time (default: %(default)s)")
     where.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, ... (default: %(default)s)")
     where.add_argument("--dtype", choices=DTYPES, default="float32", help="of the transformer (default: %(default)s)")
+    add_execution_flags(where)
+    where.add_argument(
+        "--parallel",
+        choices=MODES,
+        help="with torchrun: processes share images, or each verification (lossless), or both where batches are few (default: images)",
+    )
+    where.add_argument(
+        "--shares",
+        type=int,
+        help="parts of a verification, a call each (default: one a process); equal parts give equal bytes on any number of processes",
+    )
     where.add_argument("--verbose", action="store_true", help="say how many network calls it took, and what verification did")
     where.add_argument("--plot", action="store_true", help="draw what verification accepted into speculation.png (lossless; matplotlib)")
     where.add_argument("--columns", type=int, help="of the grid (default: the number of classes, at most 8)")
@@ -137,6 +152,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     bench.add_argument("--device", default="auto", help="(default: %(default)s)")
     bench.add_argument("--dtype", choices=DTYPES, default="float32", help="of the transformer (default: %(default)s)")
+    add_execution_flags(bench)
     bench.add_argument("--out", type=Path, default=Path("outputs/bench"), help="folder of bench.json and pareto.png (default: %(default)s)")
     bench.set_defaults(run=run_bench)
 
@@ -168,9 +184,21 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_evaluation_parsers(commands)
 
-    info = commands.add_parser("info", parents=[model], help="say what a checkpoint holds", description="Say what a checkpoint holds.")
-    info.set_defaults(run=run_info)
+    info = commands.add_parser(
+        "info",
+        parents=[model],
+        help="say what a checkpoint is, and which samplers fit it",
+        description="Say what a checkpoint is, and which samplers fit it.",
+    )
+    info.add_argument("checkpoint", nargs="?", metavar="MODEL", help="as --model")
+    info.add_argument("--draft", help="also look whether this model can draft for it")
+    info.set_defaults(run=run_info, model=None)
     return parser
+
+
+def add_execution_flags(parser: Any) -> None:
+    parser.add_argument("--compile", action="store_true", help="torch.compile of the head and of the backbone's blocks")
+    parser.add_argument("--cuda-graphs", action="store_true", help="replay small calls of MAR's head as CUDA graphs; needs a CUDA device")
 
 
 def require(what: str, *packages: str) -> None:
@@ -251,6 +279,8 @@ def choose_device(name: str) -> torch.device:
         if torch.cuda.is_available():
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    if "," in name:
+        raise ValueError(f"--device {name} names several devices, but a process uses one: start one for each with torchrun")
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -260,6 +290,25 @@ def choose_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from None
     return device
+
+
+def device_of_process(device: torch.device) -> torch.device:
+    """Under torchrun, the GPU of the process's own: that of its local rank."""
+    local, processes = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if device.type != "cuda" or processes == 1:
+        return device
+    if device.index is not None:
+        raise ValueError(f"--device {device} would serve {processes} processes: give --device cuda, and each takes its own")
+    if local >= torch.cuda.device_count():
+        raise ValueError(f"--device cuda: torchrun started {processes} processes here, but there are {torch.cuda.device_count()} GPUs")
+    return torch.device("cuda", local)
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What has to be equal for equal calls to give equal bits."""
+    if device.type == "cuda":
+        return {"device": torch.cuda.get_device_name(device)}
+    return {"device": f"{device.type} ({platform.machine()})", "threads": torch.get_num_threads()}
 
 
 def choose_images(args: argparse.Namespace, pipeline: MARPipeline) -> tuple[list[int], list[ImageSpec]]:
@@ -275,13 +324,22 @@ def choose_images(args: argparse.Namespace, pipeline: MARPipeline) -> tuple[list
 
 
 def run_generate(args: argparse.Namespace) -> None:
-    from tqdm import tqdm
-
     if args.batch_size < 1:
         raise ValueError(f"--batch-size {args.batch_size} is below 1")
     if args.plot:
         require("--plot", "matplotlib")
-    device = choose_device(args.device)
+    if args.parallel and "WORLD_SIZE" not in os.environ:
+        raise ValueError(f"--parallel {args.parallel} needs processes: torchrun --nproc-per-node N -m car_spec.cli generate ...")
+    device = device_of_process(choose_device(args.device))
+    execution = Execution(args.compile, args.cuda_graphs)
+    execution.check(device)
+    with started_by_torchrun(device) as ranks:
+        generate(args, device, execution, ranks)
+
+
+def generate(args: argparse.Namespace, device: torch.device, execution: Execution, ranks: Ranks) -> None:
+    from tqdm import tqdm
+
     pipeline = load_pipeline(
         args.model,
         vae=args.vae,
@@ -292,15 +350,18 @@ def run_generate(args: argparse.Namespace) -> None:
         device=device,
         dtype=DTYPES[args.dtype],
     )
+    pipeline.set_execution(execution)
     sampling = pipeline.settings(**{name: getattr(args, name) for name in SAMPLING})
     classes, specs = choose_images(args, pipeline)
+    part = divide_work(args, pipeline, sampling, ranks, -(-len(specs) // args.batch_size))
     if sampling.get("lookahead") == "auto":
         size = min(args.batch_size, len(specs))
-        sampling = RunFolder.chosen_before(args.out, LOSSLESS_CHOICES, sampling) or pipeline.tune(size, sampling)
+        before = lambda: RunFolder.chosen_before(args.out, LOSSLESS_CHOICES, sampling)
+        sampling = ranks.once(lambda: before() or pipeline.tune(size, sampling))
         chosen = ", ".join(f"{name} {sampling[name]}" for name in LOSSLESS_CHOICES if name in sampling)
-        print(f"--lookahead auto: {chosen}", file=sys.stderr)
+        say(ranks, f"--lookahead auto: {chosen}")
     elif "lookahead" in sampling and device.type == "cpu" and min(args.batch_size, len(specs)) > 2:
-        print(CPU_HINT, file=sys.stderr)
+        say(ranks, CPU_HINT)
     assert pipeline.source is not None  # load_pipeline sets it
     settings = {
         "model": pipeline.preset.name,
@@ -312,20 +373,32 @@ def run_generate(args: argparse.Namespace) -> None:
         "seed": args.seed,
         **sampling,
         "dtype": args.dtype,
+        **({"shares": pipeline.shares.count} if pipeline.shares else {}),
+        **{name: True for name in ("compile", "cuda_graphs") if getattr(args, name)},
     }
     environment = {
         "car_spec": car_spec.__version__,
         "torch": torch.__version__,
         "device": str(device),
+        "processes": ranks.size,
         "batch_size": args.batch_size,
         "image_size": pipeline.image_size,
         "law of the images": LAWS[sampling["sampler"]],
     }
+    ranks.require_equal(settings)
     folder = RunFolder(args.out, settings)
-    folder.open()
-    folder.write_manifest(specs, pipeline.class_names, environment)
-    with tqdm(total=len(specs), unit="image", desc=pipeline.preset.name, file=sys.stderr) as bar:
-        made, traces = generate_images(pipeline, folder, specs, args.batch_size, sampling, bar.update)
+
+    def open_folder() -> None:
+        folder.open()
+        folder.write_manifest(specs, pipeline.class_names, environment)
+
+    ranks.once(open_folder)
+    with tqdm(total=len(specs), unit="image", desc=pipeline.preset.name, file=sys.stderr, disable=ranks.rank > 0) as bar:
+        own = generate_images(pipeline, folder, specs, args.batch_size, sampling, lambda n: bar.update(n * part.count), part)
+    everyone = ranks.gather_objects(own)
+    if ranks.rank > 0:
+        return
+    made, traces = sum(count for count, _ in everyone), [trace for _, batch in everyone for trace in batch]
     if traces:
         took = report(traces)
         folder.add_report(took)
@@ -342,6 +415,34 @@ def run_generate(args: argparse.Namespace) -> None:
         for name, value in took.items():
             if isinstance(value, dict):
                 print(f"{name}: " + ", ".join(f"{key} {number:g}" for key, number in value.items()))
+        for name, value in exchanged(traces).items():
+            print(f"{name}: {', '.join(map(str, value)) if isinstance(value, list) else f'{value:g}'}")
+
+
+def say(ranks: Ranks, text: str) -> None:
+    if ranks.rank == 0:
+        print(text, file=sys.stderr)
+
+
+def divide_work(args: argparse.Namespace, pipeline: MARPipeline, sampling: dict[str, Any], ranks: Ranks, num_batches: int) -> Part:
+    """What this process does; where a verification is divided, the pipeline learns how."""
+    groups = groups_of(args.parallel or "images", ranks.size, num_batches)
+    part = Part(ranks.rank * groups // ranks.size, groups, ranks.divide(groups))
+    if part.ranks.size > 1 or args.shares is not None:
+        flag = f"--shares {args.shares}" if args.shares is not None else f"--parallel {args.parallel}"
+        if sampling["sampler"] != "lossless":
+            raise ValueError(f"{flag} divides the lossless sampler's verification, but --sampler is {sampling['sampler']}")
+        if sampling.get("lookahead") == "auto":
+            raise ValueError(f"{flag} conflicts with --lookahead auto, which measures one process: give a number")
+        part.ranks.require_equal({"torch": torch.__version__, **machine(pipeline.device)})
+        pipeline.shares = Shares(part.ranks, args.shares)
+    if num_batches < groups:
+        say(
+            ranks,
+            f"{num_batches} batches of --batch-size {args.batch_size} leave {groups - num_batches} of {ranks.size} processes without work; "
+            "a smaller --batch-size or --parallel both occupies them",
+        )
+    return part
 
 
 def run_bench(args: argparse.Namespace) -> None:
@@ -355,6 +456,8 @@ def run_bench(args: argparse.Namespace) -> None:
         check_at_least(name, getattr(args, name), least)
     check_quality_images("--images", args.images)
     device = choose_device(args.device)
+    execution = Execution(args.compile, args.cuda_graphs)
+    execution.check(device)
     pipeline = load_pipeline(
         args.model,
         vae=args.vae,
@@ -364,6 +467,7 @@ def run_bench(args: argparse.Namespace) -> None:
         device=device,
         dtype=DTYPES[args.dtype],
     )
+    pipeline.set_execution(execution)
     given = {name: getattr(args, name) for name in ("num_iter", "num_inference_steps", "guidance_scale")}
     base = {name: value for name, value in given.items() if value is not None}
     own = {name: getattr(args, name) for name in ("lookahead", "window") if getattr(args, name) is not None}
@@ -444,14 +548,41 @@ def run_ablate(args: argparse.Namespace) -> None:
 
 
 def run_info(args: argparse.Namespace) -> None:
-    pipeline = load_pipeline(args.model, vae=args.vae, weights=args.weights, num_heads=args.num_heads)
-    assert pipeline.source is not None  # load_pipeline sets it
-    count = sum(p.numel() for p in pipeline.model.parameters())
-    print(f"file: {pipeline.source.model}\nsha256: {sha256_of(pipeline.source.model)}\nweights: {pipeline.source.copy}")
-    print(f"autoencoder: {pipeline.source.vae}\nparameters: {count / 1e6:.2f} M\nimage size: {pipeline.image_size}")
-    print(f"network: {pipeline.model.config}\npreset: {pipeline.preset}")
-    if pipeline.class_names:
-        print("classes: " + ", ".join(f"{i} {name}" for i, name in enumerate(pipeline.class_names)))
+    from car_spec.info import bare_pipeline, describe, samplers
+    from car_spec.models.loading import identify, read_checkpoint, resolve
+    from car_spec.models.vae import load_vae
+
+    if args.checkpoint is not None and args.model is not None:
+        raise ValueError(f"info takes one model, but {args.checkpoint} and --model {args.model} are given")
+    file = model_file(args.checkpoint or args.model or "demo")
+    checkpoint = read_checkpoint(file, args.weights)
+    print(f"file: {file}\nsha256: {sha256_of(file)}")
+    for name, text in describe(checkpoint, args.num_heads):
+        print(f"{name}: {text}")
+    if identify(checkpoint.state) == "vae":
+        return
+    try:
+        vae_path = resolve(args.vae, "--vae") if args.vae else vae_beside(file)
+    except ValueError as missing:
+        vae_path = None
+        print(f"autoencoder: {missing}")
+    else:
+        print(f"autoencoder: {vae_path}")
+    pipeline = bare_pipeline(checkpoint, args.num_heads, load_vae(vae_path) if vae_path else None)
+    if pipeline is None:
+        print("samplers: lossless and sequential, from Python (docs/harmon.md)")
+        return
+    if pipeline.vae is not None:
+        print(f"image size: {pipeline.image_size}")
+    if args.draft:
+        draft = bare_pipeline(read_checkpoint(model_file(args.draft, "--draft")), args.num_heads, pipeline.vae)
+        if draft is None:
+            raise ValueError(f"--draft {args.draft} holds no model that can draft")
+        pipeline.set_draft(draft)
+    for name, text in samplers(pipeline):
+        print(f"{name}: {text}")
+    if names := checkpoint.metadata.get("class_names"):
+        print("classes: " + ", ".join(f"{i} {name}" for i, name in enumerate(names)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -459,8 +590,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse(argv)
         args.run(args)
-    except (ValueError, RunError, OSError) as error:
-        print(f"car-spec: error: {error}", file=sys.stderr)
+    except (ValueError, RunError, RankError, OSError) as error:
+        rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+        print(f"car-spec: error: {rank}{error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ncar-spec: stopped; what was made is kept, start the same command again to go on", file=sys.stderr)

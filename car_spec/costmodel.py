@@ -5,6 +5,7 @@ table knows: it is measured. The choice is made once, before sampling, and only 
 chosen numbers can be written down and an image stays a function of settings and seed.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -81,6 +82,35 @@ class CallTimes:
             low *= 2
         share = rows / low - 1
         return self._measure(low) if share <= 0 else (1 - share) * self._measure(low) + share * self._measure(2 * low)
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between the processes that share a verification."""
+
+    bandwidth: float  # bytes a second, into a process
+    latency: float  # seconds of an all-gather of nothing
+
+    def gather(self, ranks: int, total: float) -> float:
+        """Seconds of an all-gather of `total` bytes, those of all ranks together."""
+        return self.latency + total * (ranks - 1) / ranks / self.bandwidth if ranks > 1 else 0.0
+
+
+def divided(times: Times, ranks: int, link: Link, *, prefix_bytes: float, row_bytes: float, num_steps: int) -> Times:
+    """The same calls when `ranks` processes divide their rows evenly and gather what comes out (`parallel.py`).
+
+    The sampler's own work (`overhead`) is done by every rank, and sequential sampling by one. prefix_bytes, row_bytes: sent for a
+    prefix of the backbone and for a state of the head.
+    """
+    share = lambda rows: max(1.0, rows / ranks)
+    return Times(
+        backbone=lambda prefixes: times.backbone(math.ceil(prefixes / ranks)) + link.gather(ranks, prefixes * prefix_bytes),
+        head=lambda rows: times.head(share(rows)) + link.gather(ranks, rows * row_bytes),
+        prepare=lambda rows: times.prepare(share(rows)),
+        judge=lambda rows: times.judge(rows / ranks) + link.gather(ranks, rows * num_steps * row_bytes),
+        sequential=times.sequential,
+        overhead=times.overhead,
+    )
 
 
 def expected_steps(acceptance: Sequence[float], lookahead: int) -> float:

@@ -14,8 +14,10 @@ from car_spec.asd import NonFiniteError
 from car_spec.costmodel import PILOT_IMAGES, WINDOWS, tune
 from car_spec.cspd import CSpDSampler, CSpDSettings, NoiseTable
 from car_spec.engine import DraftModel, LosslessSampler, LosslessSettings
+from car_spec.execution import Execution
 from car_spec.models.presets import PRESETS, Preset
 from car_spec.noise import Noise
+from car_spec.parallel import Shares
 from car_spec.sequential import noise_from_generators, sample_sequential
 from car_spec.trace import Trace
 
@@ -75,14 +77,18 @@ def image_seed(seed: int, image_id: int) -> int:
 
 
 class MARPipeline:
-    """Class-conditional sampling with a MAR network and its autoencoder."""
+    """Class-conditional sampling with a MAR network and its autoencoder.
+
+    vae: None for a pipeline of latents only (`output_type="latent"`), whose channels are `latent_channels`.
+    """
 
     def __init__(
         self,
         model: "MAR",
-        vae: "AutoencoderKL",
+        vae: "AutoencoderKL | None",
         preset: Preset,
         *,
+        latent_channels: int | None = None,
         clip_sample_range: float | None = None,
         class_names: Sequence[str] | None = None,
         source: WeightsSource | None = None,
@@ -93,23 +99,34 @@ class MARPipeline:
         self.num_classes = model.config.num_classes
         self.class_names = list(class_names) if class_names else None
         self.num_tokens, token_dim = model.config.num_tokens, model.config.token_dim
-        channels = vae.config.latent_channels
+        channels = vae.config.latent_channels if vae is not None else latent_channels or token_dim
         self.draft: MARPipeline | None = None  # drafts where `drafter="model"`
+        self.execution = Execution()
+        self.shares: Shares | None = None  # divide the lossless sampler's verification among processes
         self.tuned: dict[tuple, dict[str, Any]] = {}  # what `tune` found, by batch size and settings
         self.patch_size = math.isqrt(token_dim // channels)
         if self.patch_size == 0 or channels * self.patch_size**2 != token_dim:
             raise ValueError(f"--vae has {channels} latent channels, which do not fit the {token_dim} numbers a token of --model")
-        stride = 2 ** (len(vae.config.block_out_channels) - 1)
+        stride = 2 ** (len(vae.config.block_out_channels) - 1) if vae is not None else 1
         self.image_size = math.isqrt(self.num_tokens) * self.patch_size * stride
 
     def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> "MARPipeline":
         """Move the networks. dtype is that of the transformer and its head; the autoencoder stays in float32, as do densities."""
         self.tuned.clear()
         self.model.to(device=device, dtype=dtype)
-        self.vae.to(device=device)
+        if self.vae is not None:
+            self.vae.to(device=device)
         if self.draft is not None:
             self.draft.to(device, dtype)
         return self
+
+    def set_execution(self, execution: Execution) -> None:
+        """Run the networks, and the draft's, as `Execution` says."""
+        execution.check(self.device)
+        self.execution = execution
+        execution.prepare(self.model)
+        if self.draft is not None:
+            self.draft.set_execution(execution)
 
     def set_draft(self, draft: "MARPipeline") -> None:
         """Let another model draft for `drafter="model"`. It must speak the same tokens; what differs is named with both values."""
@@ -119,7 +136,7 @@ class MARPipeline:
             "numbers a token": (self.model.config.token_dim, draft.model.config.token_dim),
             "classes": (self.num_classes, draft.num_classes),
             "as clip_sample_range": (self.clip_sample_range, draft.clip_sample_range),
-            "as latent scale": (self.vae.config.scaling_factor, draft.vae.config.scaling_factor),
+            "as latent scale": (self.latent_scale, draft.latent_scale),
         }
         for name, (ours, theirs) in pairs.items():
             if ours != theirs:
@@ -129,6 +146,10 @@ class MARPipeline:
                 f"--draft {draft.preset.name} and --model {self.preset.name} name their {self.num_classes} classes differently"
             )
         self.draft = draft
+
+    @property
+    def latent_scale(self) -> float | None:
+        return self.vae.config.scaling_factor if self.vae is not None else None
 
     @property
     def device(self) -> torch.device:
@@ -275,6 +296,8 @@ class MARPipeline:
         """
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type {output_type!r} is none of {', '.join(OUTPUT_TYPES)}")
+        if self.vae is None and output_type != "latent":
+            raise ValueError(f"output_type {output_type!r} needs an autoencoder, and this pipeline has none")
         settings = self.settings(
             num_iter=num_iter,
             num_inference_steps=num_inference_steps,
@@ -321,9 +344,9 @@ class MARPipeline:
         return _cpu_generators(generator, batch)
 
     def _sample_tokens(self, labels, generators, settings, callback) -> tuple[torch.Tensor, Trace]:
-        model, batch = self.model, len(generators)
+        batch = len(generators)
         adapter, steps = self._problem(generators, settings)
-        vectors, nulls = model.class_vectors(labels, batch), model.class_vectors(None, batch)  # (B, W)
+        vectors, nulls = self._vectors(labels, batch)
         trace = Trace(batch, self.num_tokens)
         noise = Noise(generators, torch.arange(batch, device=self.device))
         sampler = settings["sampler"] if settings["temperature"] > 0 else "sequential"
@@ -331,6 +354,8 @@ class MARPipeline:
         draft = self._draft_model(labels, batch, settings) if sampler == "cspd" or own.get("drafter") == "model" else None
         try:
             if sampler == "lossless":
+                if self.shares is not None:
+                    adapter = self.shares.adapter(adapter, trace)
                 tokens = LosslessSampler(adapter, steps, vectors, nulls, noise, LosslessSettings(**own), trace, draft).sample()
             elif sampler == "cspd":
                 assert draft is not None  # `settings` refused it
@@ -344,24 +369,36 @@ class MARPipeline:
                 tokens = sample_sequential(adapter, steps, vectors, nulls, source, callback, trace)  # (B, N, D)
         except NonFiniteError as error:
             raise NonFiniteImageError(error.rows.tolist()) from None
-        self._check_finite(tokens)
+        self._check(tokens)
         return tokens, trace
+
+    def _check(self, tokens: torch.Tensor) -> None:
+        self._check_finite(tokens)
+        if self.shares is not None:
+            self.shares.require_agreement(tokens)
+
+    def _vectors(self, labels: torch.Tensor | None, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the adapter's `conditions` takes for a label, and for none, a row an image: class vectors (B, W)."""
+        return self.model.class_vectors(labels, batch), self.model.class_vectors(None, batch)
 
     def _draft_model(self, labels: torch.Tensor | None, batch: int, settings: dict) -> DraftModel:
         assert self.draft is not None  # `settings` refused it
-        network = self.draft.model
         adapter, _ = self.draft._problem([], settings)
-        return DraftModel(adapter, network.class_vectors(labels, batch), network.class_vectors(None, batch))
+        return DraftModel(adapter, *self.draft._vectors(labels, batch))
 
-    def _problem(self, generators: list[torch.Generator], settings: dict) -> tuple[MARAdapter, list[ARStep]]:
-        """The adapter of a run, and the AR steps of a batch with an order drawn for each image."""
-        orders = [torch.randperm(self.num_tokens, generator=g) for g in generators]
-        adapter = MARAdapter(
+    def _adapter(self, settings: dict) -> MARAdapter:
+        return MARAdapter(
             self.model,
             num_inference_steps=settings["num_inference_steps"],
             temperature=settings["temperature"],
             clip_sample_range=self.clip_sample_range,
+            run=self.execution.run_head,
         )
+
+    def _problem(self, generators: list[torch.Generator], settings: dict) -> tuple[MARAdapter, list[ARStep]]:
+        """The adapter of a run, and the AR steps of a batch with an order drawn for each image."""
+        orders = [torch.randperm(self.num_tokens, generator=g) for g in generators]
+        adapter = self._adapter(settings)
         stacked = torch.stack(orders).to(self.device) if orders else torch.zeros(0, self.num_tokens, dtype=torch.int64, device=self.device)
         return adapter, adapter.ar_steps(stacked, settings["num_iter"], settings["guidance_scale"], settings["guidance_schedule"])
 
@@ -374,6 +411,7 @@ class MARPipeline:
     def _finish(self, latents: torch.Tensor, output_type: str):
         from car_spec.models.vae import decode_latents
 
+        assert self.vae is not None  # `__call__` refused it
         images = decode_latents(self.vae, latents)  # (B, 3, H, W)
         self._check_finite(images)
         images = (0.5 * images + 0.5).clamp(0, 1)
@@ -422,11 +460,11 @@ def load_pipeline(
     copied. draft: a model of the same tokens that may draft (`drafter="model"`). dtype: of the transformers and their heads.
     Raises CheckpointError (a ValueError) in one sentence.
     """
-    from car_spec.models.loading import find_file, identify, load_mar, load_xar, read_checkpoint, resolve
+    from car_spec.models.loading import identify, load_mar, load_xar, read_checkpoint, resolve
     from car_spec.models.vae import load_vae
     from car_spec.xar_pipeline import XARPipeline
 
-    file = DEMO_FOLDER / DEMO_MODELS[str(model)] if str(model) in DEMO_MODELS else find_file(resolve(model))
+    file = model_file(model)
     checkpoint = read_checkpoint(file, weights)
     kind = "xar" if identify(checkpoint.state) == "xar" else "mar"
     network: Any = (load_xar if kind == "xar" else load_mar)(checkpoint, num_heads=num_heads)
@@ -447,6 +485,13 @@ def load_pipeline(
     if draft is not None:
         pipeline.set_draft(load_pipeline(draft, vae=vae_path, num_heads=num_heads))
     return pipeline.to(device, dtype)
+
+
+def model_file(model: str | Path, flag: str = "--model") -> Path:
+    """The name of a demo, a file, a folder or a hub id -> the file."""
+    from car_spec.models.loading import find_file, resolve
+
+    return DEMO_FOLDER / DEMO_MODELS[str(model)] if str(model) in DEMO_MODELS else find_file(resolve(model, flag))
 
 
 def vae_beside(file: Path) -> Path:

@@ -5,12 +5,13 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from car_spec.parallel import Ranks
 from car_spec.pipeline import MARPipeline, NonFiniteImageError, image_seed
 from car_spec.trace import Trace
 
@@ -158,6 +159,17 @@ def image_grid(images: Sequence["Image"], columns: int, gap: int = 2) -> "Image"
     return canvas
 
 
+@dataclass(frozen=True)
+class Part:
+    """What one process does of a run: the batches `index`, `index` + `count`, ..., together with the ranks of its group, of which rank 0
+    writes the files.
+    """
+
+    index: int = 0
+    count: int = 1
+    ranks: Ranks = field(default_factory=Ranks)
+
+
 def batches(specs: Sequence[ImageSpec], batch_size: int) -> Iterator[list[ImageSpec]]:
     for start in range(0, len(specs), batch_size):
         yield list(specs[start : start + batch_size])
@@ -170,15 +182,19 @@ def generate_images(
     batch_size: int,
     settings: dict[str, Any],
     on_images: Callable[[int], object] = lambda count: None,
+    part: Part | None = None,
 ) -> tuple[int, list[Trace]]:
-    """Make the images that the folder lacks -> how many were made, and the traces of their batches.
+    """Make the images that the folder lacks, or this process's part of them -> how many were made, and the traces of their batches.
 
     A batch is always made of the same images: one that misses a few is made whole again and only the missing ones are written,
-    because rounding depends on the size of a batch and a resumed run shall give the same bytes.
+    because rounding depends on the size of a batch and a resumed run shall give the same bytes. For the same reason processes take
+    whole batches in turn.
     """
+    part = part or Part()
     made, traces = 0, []
-    for batch in batches(specs, batch_size):
-        missing = folder.missing(batch)
+    for batch in list(batches(specs, batch_size))[part.index :: part.count]:
+        part.ranks.check()
+        missing = part.ranks.once(lambda batch=batch: folder.missing(batch))  # type: ignore[misc]
         if not missing:
             on_images(len(batch))
             continue
@@ -192,9 +208,10 @@ def generate_images(
                 f"{made} images of this run are kept; try --dtype float32 or bfloat16"
             ) from error
         for spec, image in zip(batch, output.images):
-            if spec in missing:
+            if spec in missing and part.ranks.rank == 0:
                 folder.write_image(spec, image)
-        made += len(missing)
-        traces.append(output.trace)
+        if part.ranks.rank == 0:
+            made += len(missing)
+            traces.append(output.trace)
         on_images(len(batch))
     return made, traces

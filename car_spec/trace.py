@@ -13,6 +13,30 @@ from car_spec.asd import ChainTrace
 
 
 @dataclass
+class Exchange:
+    """What processes that share a verification sent each other, and what each of them evaluated."""
+
+    num_ranks: int
+    gathers: int = 0
+    bytes: int = 0  # received by a rank from the others, padding included
+    rows: list[int] = field(init=False)  # states of the head, a rank
+    prefixes: list[int] = field(init=False)  # of the backbone, a rank
+
+    def __post_init__(self):
+        self.rows, self.prefixes = [0] * self.num_ranks, [0] * self.num_ranks
+
+    def record(self, largest: int) -> None:
+        """An all-gather to which every rank gives as many bytes as the largest share has."""
+        if largest and self.num_ranks > 1:
+            self.gathers += 1
+            self.bytes += (self.num_ranks - 1) * largest
+
+
+def _kept_and_seen() -> list[int]:
+    return [0, 0]
+
+
+@dataclass
 class Trace:
     """Counts of one batch. A sequential call is one call of a network, however many rows go through it."""
 
@@ -30,7 +54,8 @@ class Trace:
     fallbacks: int = 0
     token_distances: list[float] = field(default_factory=list)  # squared distance of a draft to the target's token of the same noise
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    accepted_by_lag: dict[int, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))  # AR steps ahead: kept, seen
+    accepted_by_lag: dict[int, list[int]] = field(default_factory=lambda: defaultdict(_kept_and_seen))  # AR steps ahead: kept, seen
+    exchange: Exchange | None = None  # where several processes share the verification
 
     def __post_init__(self):
         self.rounds = torch.zeros(self.num_images, dtype=torch.int64)
@@ -95,13 +120,29 @@ def summary(traces: Sequence[Trace]) -> dict[str, float]:
     } | _distance([distance for trace in traces for distance in trace.token_distances])
 
 
+def exchanged(traces: Sequence[Trace]) -> dict[str, Any]:
+    """What shared verifications sent, and what each rank of a group evaluated: averages a batch and a round of a batch; {} without any."""
+    known = [trace.exchange for trace in traces if trace.exchange is not None]
+    if not known:
+        return {}
+    rounds = sum(int(trace.rounds.max()) for trace in traces if trace.exchange is not None)
+    total = lambda name: [sum(values) for values in zip(*(getattr(exchange, name) for exchange in known))]
+    return {
+        "processes a verification": known[0].num_ranks,
+        "all-gathers a batch": sum(exchange.gathers for exchange in known) / len(known),
+        "bytes received a rank and round": sum(exchange.bytes for exchange in known) / rounds,
+        "head rows of each rank": total("rows"),
+        "prefixes of each rank": total("prefixes"),
+    }
+
+
 def _distance(distances: Sequence[float]) -> dict[str, float]:
     return {"squared distance of drafts to the target's tokens": sum(distances) / len(distances)} if distances else {}
 
 
 def report(traces: Sequence[Trace]) -> dict[str, Any]:
     """The summary with its distributions: how many rounds an image took, how often a round accepted how much, acceptance by lag."""
-    by_lag: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+    by_lag: dict[int, list[int]] = defaultdict(_kept_and_seen)
     seconds: dict[str, float] = defaultdict(float)
     for trace in traces:
         for lag, (kept, seen) in trace.accepted_by_lag.items():
@@ -114,6 +155,7 @@ def report(traces: Sequence[Trace]) -> dict[str, Any]:
         "denoising steps accepted at once, histogram": _histogram(count for trace in traces for count in trace.chain.accepted),
         "acceptance by AR steps ahead": {lag: round(kept / seen, 4) for lag, (kept, seen) in sorted(by_lag.items())},
         "seconds by phase": {phase: round(spent, 3) for phase, spent in seconds.items()},
+        **exchanged(traces),
     }
 
 

@@ -66,6 +66,8 @@ class XARPipeline(MARPipeline):
         if settings.get("drafter") == "model" or settings["sampler"] == "cspd":
             assert self.draft is not None  # `settings` refused it
             draft = XARAdapter(self.draft.model, num_inference_steps=steps)  # type: ignore[arg-type]
+        if self.shares is not None and settings["sampler"] == "lossless":
+            adapter = self.shares.cells(adapter, trace)
         on_cell = None if callback is None else lambda i, cells: callback(i, _raster(cells))
         problem = (labels, settings["guidance_scale"])
         try:
@@ -84,7 +86,7 @@ class XARPipeline(MARPipeline):
         except NonFiniteError as error:
             raise NonFiniteImageError(error.rows.tolist()) from None
         trace.draft_calls += trace.chain.draft_calls
-        self._check_finite(tokens)
+        self._check(tokens)
         return tokens, trace
 
 

@@ -110,10 +110,44 @@ def test_an_unreadable_manifest_is_refused(tiny_file, tmp_path, capsys):
     assert "its manifest.json is no manifest of car_spec" in run(capsys, *quick(tiny_file, tmp_path))[2]
 
 
-def test_info_says_what_a_checkpoint_holds(tiny_file, capsys):
-    code, out, _ = run(capsys, "info", "--model", tiny_file)
+@pytest.mark.parametrize("flags", [["--model"], []], ids=["as a flag", "by place"])
+def test_info_says_what_a_checkpoint_is_and_what_fits_it(tiny_file, capsys, flags):
+    code, out, _ = run(capsys, "info", *flags, tiny_file)
     assert code == 0
-    assert "image size: 8" in out and "head_depth=2" in out and "sha256: " in out and "weights: flat" in out
+    lines = dict(line.split(": ", 1) for line in out.splitlines())
+    assert lines["network"] == "MAR (Li et al. 2024)" and lines["weights"] == "flat, float32" and len(lines["sha256"]) == 64
+    assert lines["tokens"] == "16 of 4 numbers; 10 classes" and lines["head"] == "width 32, 2 blocks"
+    assert lines["defaults"].startswith("tiny: 4 AR steps, 100 denoising steps, guidance 1 (linear)")
+    assert lines["image size"] == "8" and lines["--sampler lossless"].startswith("yes, the default")
+    assert lines["--sampler cspd"].startswith("no: sampler 'cspd' needs a draft model")
+
+
+def test_info_needs_no_autoencoder_and_looks_at_a_draft(tiny_file, tmp_path, capsys):
+    alone = tmp_path / "a" / "b" / "c" / "alone.safetensors"
+    alone.parent.mkdir(parents=True)
+    alone.write_bytes(tiny_file.read_bytes())
+    code, out, _ = run(capsys, "info", alone, "--draft", alone)
+    assert code == 0 and "autoencoder: --vae is missing" in out and "image size" not in out
+    assert "--sampler cspd: yes; law of the images: approximate" in out and "--drafter model: yes" in out
+    code, _, err = run(capsys, "info", alone, "--draft", "demo")
+    assert code == 2 and "--draft mar has 64 tokens, --model alone has 16" in err
+
+
+def test_info_knows_harmon_and_refuses_what_it_does_not_know(tmp_path, capsys):
+    from conftest import HARMON_LLM, golden_state
+    from safetensors.torch import save_file
+
+    from car_spec.models.loading import METADATA_KEY
+
+    metadata = {"num_heads": 4, "llm": HARMON_LLM}
+    save_file(golden_state("harmon_tiny"), tmp_path / "harmon.safetensors", {METADATA_KEY: json.dumps(metadata)})
+    code, out, _ = run(capsys, "info", tmp_path / "harmon.safetensors")
+    assert code == 0 and "network: Harmon (Wu et al. 2025)" in out
+    assert "language model: width 32, 4 heads, 2 blocks, 128 words" in out and "samplers: lossless and sequential" in out
+    save_file({"x": torch.zeros(2)}, tmp_path / "other.safetensors")
+    code, out, err = run(capsys, "info", tmp_path / "other.safetensors")
+    assert code == 2 and "holds no model that car_spec knows: x ..." in err
+    assert run(capsys, "info", "demo", "--model", "demo")[2].endswith("info takes one model, but demo and --model demo are given\n")
 
 
 def test_id_lists():

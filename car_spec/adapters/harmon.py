@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from car_spec.adapters.mar import MARAdapter
+from car_spec.chain import HeadRunner
+from car_spec.execution import run_head
 from car_spec.models.harmon import NULL_REQUEST, REQUEST, Harmon, Prompts, check_prompts, pad_right, tokenize
 
 
@@ -26,8 +28,15 @@ class HarmonAdapter(MARAdapter):
         num_inference_steps: int = 100,
         temperature: float = 1.0,
         clip_sample_range: float | None = None,
+        run: HeadRunner = run_head,
     ):
-        super().__init__(model.mar, num_inference_steps=num_inference_steps, temperature=temperature, clip_sample_range=clip_sample_range)
+        super().__init__(
+            model.mar,
+            num_inference_steps=num_inference_steps,
+            temperature=temperature,
+            clip_sample_range=clip_sample_range,
+            run=run,
+        )
         self.harmon, self.prompts = model, prompts
         self.positions = model.mar.position_tables(grid)
         self.num_tokens = self.positions.diffusion.shape[1]

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from car_spec.chain import DiffusionChain, HoistedHead
+from car_spec.chain import DiffusionChain, HeadRunner, HoistedHead
+from car_spec.execution import run_head
 from car_spec.schedule import cosine_schedule
 
 GUIDANCE_SCHEDULES = ("linear", "constant")
@@ -65,12 +66,15 @@ class MARAdapter:
         num_inference_steps: int = 100,
         temperature: float = 1.0,
         clip_sample_range: float | None = None,
+        run: HeadRunner = run_head,
     ):
         self.model = model
-        self.head = HoistedHead(model.diffloss.net, cosine_schedule(num_inference_steps))
+        self.head = HoistedHead(model.diffloss.net, cosine_schedule(num_inference_steps), run=run)
         self.temperature, self.clip_sample_range = temperature, clip_sample_range
         self.num_tokens: int = model.diffusion_pos_embed_learned.shape[1]
         self.token_dim: int = model.z_proj.weight.shape[1]
+        self.condition_dim: int = model.diffusion_pos_embed_learned.shape[2]  # W
+        self.dtype = self.head.dtype  # of conditions
 
     def ar_steps(self, orders: torch.Tensor, num_iter: int, guidance_scale: float, guidance_schedule: str) -> list[ARStep]:
         """orders (B, N): permutations, generated from the end to the beginning as in the release. -> `num_iter` steps."""

@@ -307,7 +307,11 @@ def load_harmon(checkpoint: Checkpoint, *, base: Checkpoint | None = None, num_h
     if kind != "harmon":
         found = f"a {kind} checkpoint" if kind else f"no known model: 0 of its {len(checkpoint.state)} keys matched Harmon's"
         raise CheckpointError(f"{checkpoint.path} holds {found}, where a Harmon checkpoint is expected")
-    config = infer_harmon_config(checkpoint, num_heads, qwen_values(folder))
+    return build_harmon(checkpoint, infer_harmon_config(checkpoint, num_heads, qwen_values(folder)))
+
+
+def build_harmon(checkpoint: Checkpoint, config: HarmonConfig) -> Harmon:
+    """The networks of a configuration, taking over the checkpoint's tensors."""
     state = {name: value for name, value in checkpoint.state.items() if not name.startswith("vae.")}
     state[LM_HEAD] = state[EMBEDDING]  # tied, so a file may leave it out; sampling an image never uses it
     with torch.device("meta"):

@@ -1,0 +1,100 @@
+"""`car-spec info`: what a checkpoint is, and which samplers fit it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from car_spec.models.harmon import HarmonConfig, infer_harmon_config, qwen_values
+from car_spec.models.loading import Checkpoint, CheckpointError, identify, infer_mar_config, infer_xar_config, load_mar, load_xar
+from car_spec.models.mar import MARConfig
+from car_spec.models.presets import PRESETS, Preset
+from car_spec.models.xar import XARConfig
+from car_spec.pipeline import DEFAULT_SAMPLER, LAWS, SAMPLERS, MARPipeline
+from car_spec.xar_pipeline import XARPipeline
+
+NAMES = {
+    "mar": "MAR (Li et al. 2024)",
+    "xar": "xAR (Ren et al. 2025)",
+    "harmon": "Harmon (Wu et al. 2025)",
+    "vae": "an autoencoder in the release's format; give it as --vae",
+}
+
+
+def describe(checkpoint: Checkpoint, num_heads: int | None = None) -> Iterator[tuple[str, str]]:
+    """What tensors and presets tell, as (name, text). Nothing is computed with the weights."""
+    kind = identify(checkpoint.state)
+    yield "network", NAMES[kind] if kind else "no known one"
+    if kind is None:
+        raise CheckpointError(f"{checkpoint.path} holds no model that car_spec knows: {', '.join(sorted(checkpoint.state)[:3])} ...")
+    dtypes = sorted({str(value.dtype).removeprefix("torch.") for value in checkpoint.state.values()})
+    yield "weights", f"{checkpoint.copy}, {' and '.join(dtypes)}"
+    yield "parameters", f"{sum(value.numel() for value in checkpoint.state.values()) / 1e6:.2f} M in {len(checkpoint.state)} tensors"
+    if kind == "mar":
+        config = infer_mar_config(checkpoint, num_heads)
+        yield from _mar(config)
+        yield from _defaults(checkpoint, kind, config.width)
+    elif kind == "xar":
+        yield from _xar(cells := infer_xar_config(checkpoint, num_heads))
+        yield from _defaults(checkpoint, kind, cells.width)
+    elif kind == "harmon":
+        harmon = infer_harmon_config(checkpoint, num_heads, qwen_values(checkpoint.path.parent))
+        yield from _harmon(harmon)
+        yield from _defaults(checkpoint, kind, harmon.mar.width)
+
+
+def _mar(config: MARConfig) -> Iterator[tuple[str, str]]:
+    yield "tokens", f"{config.num_tokens} of {config.token_dim} numbers; {config.num_classes} classes"
+    yield "backbone", f"width {config.width}, {config.num_heads} heads, {config.encoder_depth} + {config.decoder_depth} blocks"
+    yield "head", f"width {config.head_width}, {config.head_depth} blocks"
+
+
+def _xar(config: XARConfig) -> Iterator[tuple[str, str]]:
+    cells = f"{config.num_cells} cells of {config.tokens_per_cell} tokens of {config.token_dim} numbers"
+    yield "cells", f"{cells}; {config.num_classes} classes"
+    yield "transformer", f"width {config.width}, {config.num_heads} heads, {config.encoder_depth} + {config.decoder_depth} blocks"
+
+
+def _harmon(config: HarmonConfig) -> Iterator[tuple[str, str]]:
+    yield from _mar(config.mar)
+    llm = config.llm
+    yield (
+        "language model",
+        f"width {llm.hidden_size}, {llm.num_attention_heads} heads, {llm.num_hidden_layers} blocks, {llm.vocab_size} words",
+    )
+
+
+def _defaults(checkpoint: Checkpoint, kind: str, width: int) -> Iterator[tuple[str, str]]:
+    stored = checkpoint.metadata.get("preset")
+    preset = Preset(**stored) if stored else PRESETS.get((kind, width))
+    if preset is None:
+        yield "defaults", f"no preset has width {width}: one AR step a token, no guidance"
+        return
+    steps = f"{preset.num_iter} AR steps, {preset.num_inference_steps} denoising steps"
+    guidance = f"guidance {preset.guidance_scale:g} ({preset.guidance_schedule})"
+    yield "defaults", f"{preset.name}: {steps}, {guidance}, temperature {preset.temperature:g}"
+
+
+def samplers(pipeline: MARPipeline) -> Iterator[tuple[str, str]]:
+    """Every sampler, and whether the pipeline takes it; if not, why."""
+    choices: list[dict[str, Any]] = [{"sampler": name} for name in SAMPLERS]
+    choices.insert(1, {"sampler": "lossless", "drafter": "model"})
+    for given in choices:
+        name = given["sampler"] + (" --drafter model" if "drafter" in given else "")
+        try:
+            pipeline.settings(**given)
+        except ValueError as reason:
+            yield f"--sampler {name}", f"no: {reason}"
+        else:
+            default = ", the default" if name == DEFAULT_SAMPLER else ""
+            yield f"--sampler {name}", f"yes{default}; law of the images: {LAWS[given['sampler']]}"
+
+
+def bare_pipeline(checkpoint: Checkpoint, num_heads: int | None = None, vae: Any = None) -> MARPipeline | None:
+    """A pipeline to ask which settings it takes, with an autoencoder or without; None for a network that has none of its own."""
+    kind = identify(checkpoint.state)
+    if kind not in ("mar", "xar"):
+        return None
+    network: Any = (load_xar if kind == "xar" else load_mar)(checkpoint, num_heads=num_heads)
+    name = checkpoint.path.stem
+    preset = PRESETS.get((kind, network.config.width)) or Preset(name, network.config.num_heads, network.config.num_tokens)
+    clip = checkpoint.metadata.get("clip_sample_range")
+    return (XARPipeline if kind == "xar" else MARPipeline)(network, vae, preset, clip_sample_range=clip)

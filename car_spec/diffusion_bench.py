@@ -13,7 +13,7 @@ import torch
 
 import car_spec
 from car_spec.bench import Contender, measure_quality, measure_speed, write_json
-from car_spec.diffusion_pipeline import AcceleratedDDPM, DiffusionSettings, sample_images, sample_images_sequentially
+from car_spec.diffusion_pipeline import AcceleratedDDPM, DiffusionSettings, sample_sequentially, sample_speculatively
 from car_spec.noise import Noise
 from car_spec.trace import Trace
 
@@ -57,9 +57,9 @@ class PixelSampler:
         chain, trace = own.image_chain(batch, steps), Trace(batch)
         noise = Noise(generator, torch.arange(batch, device=self.device))
         if sequential:
-            images = sample_images_sequentially(chain, noise, trace.chain)
+            images = sample_sequentially(chain, noise, trace.chain)
         else:
-            images = sample_images(chain, noise, own.settings, trace.chain)
+            images = sample_speculatively(chain, noise, own.settings, trace.chain)
         trace.record_round(torch.arange(batch), torch.ones(batch, dtype=torch.int64))
         return Sampled(images.unflatten(1, chain.shape), trace)
 

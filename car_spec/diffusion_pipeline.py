@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from car_spec.adapters.ddpm import Denoiser, ImageChain, reverse_schedule
+from car_spec.adapters.ddpm import Denoiser, DenoisingChain, reverse_schedule
 from car_spec.asd import ChainTrace, autospeculate
 from car_spec.noise import Noise, image_generators
 
@@ -26,7 +26,7 @@ class DiffusionSettings:
 
     window: transitions drafted before one verification; None: all that are left. taper: see `draft_lengths`.
     drafter: `free` re-uses the last verification's prediction, `frozen` asks for a fresh one first, two calls a round.
-    verification: `block`, or `token`-wise. spread: of clean samples, see `ImageChain`.
+    verification: `block`, or `token`-wise. spread: of clean samples, see `DenoisingChain`.
     eta: of DDIMScheduler, in (0, 1]. churn: None for the scheduler's own transitions, see `churned_coefficients`.
     max_rows: images in one call of the network; a verification batch beyond it goes through in chunks. None: no limit.
     """
@@ -54,12 +54,12 @@ class DiffusionSettings:
             raise ValueError(f"max_rows {self.max_rows} is below 1")
 
 
-def sample_images(chain: ImageChain, noise: Noise, settings: DiffusionSettings, trace: ChainTrace | None = None) -> torch.Tensor:
+def sample_speculatively(chain: DenoisingChain, noise: Noise, settings: DiffusionSettings, trace: ChainTrace | None = None) -> torch.Tensor:
     """All rows of a chain from fresh noise -> (R, D), in few sequential calls."""
     return _autospeculated(chain, noise.normal(math.prod(chain.shape)), noise, settings, trace)
 
 
-def _autospeculated(chain: ImageChain, initial: torch.Tensor, noise: Noise, settings: DiffusionSettings, trace) -> torch.Tensor:
+def _autospeculated(chain: DenoisingChain, initial: torch.Tensor, noise: Noise, settings: DiffusionSettings, trace) -> torch.Tensor:
     window = chain.num_steps if settings.window is None else settings.window
     path = autospeculate(
         chain,
@@ -75,7 +75,7 @@ def _autospeculated(chain: ImageChain, initial: torch.Tensor, noise: Noise, sett
     return path.states[:, 0]
 
 
-def sample_images_sequentially(chain: ImageChain, noise: Noise, trace: ChainTrace | None = None) -> torch.Tensor:
+def sample_sequentially(chain: DenoisingChain, noise: Noise, trace: ChainTrace | None = None) -> torch.Tensor:
     """The reference: one call a transition, noise drawn as it is needed -> (R, D)."""
     dim = math.prod(chain.shape)
     y = noise.normal(dim)
@@ -108,17 +108,17 @@ class AcceleratedPipeline:
 
     def chain(
         self, denoiser: Denoiser, shape: tuple[int, ...], num_rows: int, num_inference_steps: int, eta: float | None = None
-    ) -> ImageChain:
+    ) -> DenoisingChain:
         own = self.settings
         schedule = self._schedule(num_inference_steps, own.eta if eta is None else eta)
-        return ImageChain(denoiser, schedule, shape, num_rows, device=self.device, spread=own.spread, max_rows=own.max_rows)
+        return DenoisingChain(denoiser, schedule, shape, num_rows, device=self.device, spread=own.spread, max_rows=own.max_rows)
 
-    def _sample(self, chain: ImageChain, generator: Generators, trace: ChainTrace | None, latents: torch.Tensor | None = None):
+    def _sample(self, chain: DenoisingChain, generator: Generators, trace: ChainTrace | None, latents: torch.Tensor | None = None):
         """-> images or latents (B, *shape) float32."""
         generators = image_generators(self.generator if generator is None else generator, chain.num_rows)
         noise = Noise(generators, torch.arange(chain.num_rows, device=self.device))
         if latents is None:
-            out = sample_images(chain, noise, self.settings, trace)
+            out = sample_speculatively(chain, noise, self.settings, trace)
         else:
             out = _autospeculated(chain, latents.to(self.device).float().flatten(1), noise, self.settings, trace)
         return out.unflatten(1, chain.shape)
@@ -141,7 +141,7 @@ class AcceleratedDDPM(AcceleratedPipeline):
         size = config.sample_size
         return (config.in_channels, *((size, size) if isinstance(size, int) else size))
 
-    def image_chain(self, batch_size: int, num_inference_steps: int) -> ImageChain:
+    def image_chain(self, batch_size: int, num_inference_steps: int) -> DenoisingChain:
         network = self.network
         denoiser: Denoiser = lambda x, t, rows: network(x.to(network.dtype), t).sample
         return self.chain(denoiser, self.shape, batch_size, num_inference_steps)

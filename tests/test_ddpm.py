@@ -8,7 +8,7 @@ from diffusers import DDIMScheduler, DDPMScheduler, EulerDiscreteScheduler
 from two_sample import largest_z, shared_noise, smallest_p
 
 from car_spec import asd
-from car_spec.adapters.ddpm import ImageChain, churned_coefficients, reverse_schedule
+from car_spec.adapters.ddpm import DenoisingChain, churned_coefficients, reverse_schedule
 from car_spec.asd import ChainTrace, NonFiniteError, autospeculate
 from car_spec.chain import sample_chain
 from car_spec.coupling import log_ratio
@@ -77,7 +77,7 @@ def test_a_transition_equals_the_ddpm_schedulers_step(prediction_type, variance_
     scheduler.set_timesteps(12)
     denoiser = smooth_denoiser(variance_type.startswith("learned"), positive=variance_type == "learned")
     for spread in (0.0, 0.5):  # concerns drafts only
-        chain = ImageChain(denoiser, reverse_schedule(scheduler), SHAPE, ROWS, spread=spread)
+        chain = DenoisingChain(denoiser, reverse_schedule(scheduler), SHAPE, ROWS, spread=spread)
         assert chain.equal_std == (not variance_type.startswith("learned"))
         agree(chain, scheduler, denoiser)
 
@@ -88,7 +88,7 @@ def test_any_grid_equals_the_ddpm_schedulers_step(beta_schedule, steps):
     scheduler = DDPMScheduler(beta_schedule=beta_schedule)
     scheduler.set_timesteps(steps)
     denoiser = smooth_denoiser(False)
-    agree(ImageChain(denoiser, reverse_schedule(scheduler), SHAPE, ROWS), scheduler, denoiser)
+    agree(DenoisingChain(denoiser, reverse_schedule(scheduler), SHAPE, ROWS), scheduler, denoiser)
 
 
 @pytest.mark.parametrize("settings", [dict(), dict(set_alpha_to_one=False), dict(steps_offset=1), dict(timestep_spacing="trailing")])
@@ -99,7 +99,7 @@ def test_a_transition_equals_the_ddim_schedulers_step(prediction_type, eta, keep
     scheduler = DDIMScheduler(prediction_type=prediction_type, **KEEPS[keep], **settings)
     scheduler.set_timesteps(12)
     denoiser = smooth_denoiser(False)
-    chain = ImageChain(denoiser, reverse_schedule(scheduler, eta=eta), SHAPE, ROWS, spread=0.4)
+    chain = DenoisingChain(denoiser, reverse_schedule(scheduler, eta=eta), SHAPE, ROWS, spread=0.4)
     agree(chain, scheduler, denoiser, eta=eta)
 
 
@@ -108,7 +108,7 @@ def test_fixed_large_log_is_fixed_large_where_diffusers_takes_the_root_of_a_loga
     for variance_type in ("fixed_large", "fixed_large_log"):
         scheduler = DDPMScheduler(variance_type=variance_type)
         scheduler.set_timesteps(10)
-        chain = ImageChain(smooth_denoiser(False), reverse_schedule(scheduler), SHAPE, ROWS)
+        chain = DenoisingChain(smooth_denoiser(False), reverse_schedule(scheduler), SHAPE, ROWS)
         laws.append(chain(torch.ones(ROWS, math.prod(SHAPE)), 5))
     assert torch.equal(laws[0].mean, laws[1].mean) and torch.equal(laws[0].log_std, laws[1].log_std)
     assert scheduler._get_variance(500) < 0  # what its `step` takes the root of
@@ -152,7 +152,7 @@ def test_a_noisy_last_step_is_followed_by_a_transition_without_a_call():
         asked.extend(timesteps.tolist())
         return torch.tanh(x)
 
-    chain = ImageChain(denoiser, reverse_schedule(scheduler), SHAPE, ROWS)
+    chain = DenoisingChain(denoiser, reverse_schedule(scheduler), SHAPE, ROWS)
     assert chain.num_steps == 11
     y = torch.randn(ROWS, math.prod(SHAPE), generator=torch.Generator().manual_seed(1))
     assert torch.equal(chain(y, 0).mean, y) and not asked
@@ -171,7 +171,7 @@ def test_chunks_change_nothing():
         return torch.tanh(x + rows[:, None, None, None])
 
     y = torch.randn(ROWS, math.prod(SHAPE), generator=torch.Generator().manual_seed(1))
-    whole, chunked = (ImageChain(denoiser, reverse_schedule(scheduler), SHAPE, ROWS, max_rows=n)(y, 5).mean for n in (None, 2))
+    whole, chunked = (DenoisingChain(denoiser, reverse_schedule(scheduler), SHAPE, ROWS, max_rows=n)(y, 5).mean for n in (None, 2))
     torch.testing.assert_close(chunked, whole)
     assert sizes == [3, 2, 1]
 
@@ -197,7 +197,7 @@ def test_a_variance_that_is_not_learned_by_the_network_is_one_sentence():
     scheduler = DDPMScheduler(variance_type="learned_range")
     scheduler.set_timesteps(5)
     with pytest.raises(ValueError, match="output has 2 channels, a learned_range variance needs 4"):
-        ImageChain(smooth_denoiser(False), reverse_schedule(scheduler), SHAPE, ROWS)(torch.zeros(ROWS, math.prod(SHAPE)), 2)
+        DenoisingChain(smooth_denoiser(False), reverse_schedule(scheduler), SHAPE, ROWS)(torch.zeros(ROWS, math.prod(SHAPE)), 2)
 
 
 def test_a_learned_variance_below_zero_names_the_rows():
@@ -208,7 +208,7 @@ def test_a_learned_variance_below_zero_names_the_rows():
         return torch.cat([x, torch.where(rows[:, None, None, None] == 1, -1.0, 1.0).expand_as(x)], 1)
 
     with pytest.raises(NonFiniteError) as caught:
-        ImageChain(denoiser, reverse_schedule(scheduler), SHAPE, ROWS)(torch.zeros(ROWS, math.prod(SHAPE)), 2)
+        DenoisingChain(denoiser, reverse_schedule(scheduler), SHAPE, ROWS)(torch.zeros(ROWS, math.prod(SHAPE)), 2)
     assert caught.value.rows.tolist() == [1]
 
 
@@ -251,7 +251,7 @@ def mixtures():
         scheduler, arguments = SAMPLERS[name]
         scheduler.set_timesteps(STEPS)
         denoiser = mixture_denoiser(scheduler.alphas_cumprod, learned=name == "learned", shift=shift)
-        return ImageChain(denoiser, reverse_schedule(scheduler, **arguments), (2, 1), COUNT, spread=spread)
+        return DenoisingChain(denoiser, reverse_schedule(scheduler, **arguments), (2, 1), COUNT, spread=spread)
 
     def get(name):
         if name not in made:

@@ -21,7 +21,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from car_spec import diffusion_pipeline
 from car_spec.asd import ChainTrace
-from car_spec.diffusion_pipeline import accelerate_pipeline, sample_images_sequentially
+from car_spec.diffusion_pipeline import accelerate_pipeline, sample_sequentially
 from car_spec.eval.distances import energy_test
 
 STEPS = 8
@@ -127,7 +127,7 @@ class Replay:
             monkeypatch.setattr(f"diffusers.{module}.randn_tensor", self.randn)
         for module in ("dit.pipeline_dit", "stable_diffusion.pipeline_stable_diffusion"):
             monkeypatch.setattr(f"diffusers.pipelines.{module}.randn_tensor", self.randn)
-        monkeypatch.setattr(diffusion_pipeline, "sample_images", self.sequentially)
+        monkeypatch.setattr(diffusion_pipeline, "sample_speculatively", self.sequentially)
 
     def randn(self, shape, **_):
         self.drawn += 1
@@ -137,7 +137,7 @@ class Replay:
     def sequentially(self, chain, noise, settings, trace):
         table = iter(self.noise.flatten(2))
         noise.normal = lambda dim: next(table)
-        return sample_images_sequentially(chain, noise, trace)
+        return sample_sequentially(chain, noise, trace)
 
 
 def test_ddpm_makes_the_pipelines_images_from_the_same_noise(ddpm, monkeypatch):

@@ -163,7 +163,7 @@ def churned_coefficients(scheduler: Any, churn: float) -> tuple[torch.Tensor, ..
     return signal_next**0.5 * (1 - factor), torch.zeros_like(signal), of_y, std, std
 
 
-class ImageChain:
+class DenoisingChain:
     """The chain of R images under a denoiser; one network call a transition.
 
     What drafts re-use is a `centre`: the clean sample that the network said at y, unless `spread` is above 0. Then clean samples are

@@ -3,7 +3,8 @@
     python scripts/train_pixel_demo.py train  --data emoji64.npz --out runs/pixel
     python scripts/train_pixel_demo.py export --out runs/pixel
 
-Like the stages of train_demo.py, `train` can be killed and started again. `export` packs the average in float16 for shipping.
+Like the stages of train_demo.py, `train` can be killed and started again. `export` packs the average in float16 for shipping,
+with a picture of images 0 to 31 of seed 0 beside the folder.
 """
 
 import argparse
@@ -77,9 +78,17 @@ def train(args):
 def export(args):
     from diffusers import UNet2DModel
 
+    from car_spec.diffusion_pipeline import accelerate_pipeline
+    from car_spec.pipeline import image_seed
+    from car_spec.runs import image_grid
+
     state = torch.load(args.out / "checkpoint-last.pth", map_location="cpu", weights_only=True)
     model = UNet2DModel(**UNET_CONFIG)
     model.load_state_dict(state["model_ema"])
+    generators = [torch.Generator().manual_seed(image_seed(0, i)) for i in range(SAMPLES)]
+    fast = accelerate_pipeline(pipeline_of(model.eval()), max_rows=64)
+    pictures = fast(SAMPLES, generators, num_inference_steps=100).images
+    image_grid(pictures, columns=8).save(args.package.parent / "pixel-samples.png")
     pipeline_of(model.half()).save_pretrained(args.package)
     for config in args.package.rglob("*.json"):
         values = json.loads(config.read_text())

@@ -214,7 +214,7 @@ def test_a_learned_variance_below_zero_names_the_rows():
 
 # Exactness on an analytic denoiser: clean samples follow a mixture of three Gaussians in the plane, K = 50.
 
-COUNT, STEPS = 6_000, 50
+COUNT, STEPS = 4_000, 50
 MEANS = torch.tensor([[1.2, 0.0], [-0.8, 1.0], [-0.3, -1.1]])
 SPREADS = torch.tensor([0.15, 0.3, 0.2])
 

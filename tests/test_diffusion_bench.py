@@ -22,22 +22,22 @@ def folder(tmp_path):
 
 def test_the_tables_come_from_one_command(folder, tmp_path, capsys):
     out = tmp_path / "bench"
-    flags = ["--steps", "12", "--windows", "3", "unlimited", "--repeats", "1", "--images", "16", "--out", str(out)]
+    flags = ["--steps", "8", "--windows", "3", "unlimited", "--repeats", "1", "--images", "16", "--out", str(out)]
     assert main(["diffusion-bench", "--model", str(folder), *flags]) == 0
     table = (out / "tables.md").read_text()
     assert table in capsys.readouterr().out
-    for title in ("the scheduler's chain, 12 steps", "churned SDE, eps 0.25, 12 steps", "churned SDE, eps 1, 12 steps"):
+    for title in ("the scheduler's chain, 8 steps", "churned SDE, eps 0.25, 8 steps", "churned SDE, eps 1, 8 steps"):
         assert f"**{title}**" in table
-    runs = json.loads((out / "the-schedulers-chain-12-steps.json").read_text())["runs"]
+    runs = json.loads((out / "the-schedulers-chain-8-steps.json").read_text())["runs"]
     assert [run["name"] for run in runs] == [
         "sequential",
         *("frozen, token, window 3", "frozen, token, window unlimited"),
         *("free, block, window 3", "free, block, window unlimited"),
     ]
     calls = [run["counts"][0]["head calls a batch"] for run in runs]
-    assert calls[0] == 12 and max(calls[3:]) < 12
+    assert calls[0] == 8 and max(calls[3:]) < 8
     assert all(run["p_value"] > 0 and run["frechet"] >= 0 for run in runs)
-    churned = json.loads((out / "churned-SDE-eps-0.5-12-steps.json").read_text())["runs"]
+    churned = json.loads((out / "churned-SDE-eps-0.5-8-steps.json").read_text())["runs"]
     assert {run["settings"]["churn"] for run in churned} == {0.5} and len(churned) == 5
 
 

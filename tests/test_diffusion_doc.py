@@ -20,7 +20,7 @@ def test_actions_of_the_documented_policy_follow_its_law_in_fewer_calls(capsys):
     reach = names["actions"][-1] - names["actions"][0]
     assert (reach - 0.5).abs().max() < 0.2  # the policy has learned something
 
-    count, goal, policy = 300, torch.full((7,), 0.5), names["policy"]
+    count, goal, policy = 200, torch.full((7,), 0.5), names["policy"]
     denoiser = lambda x, timesteps, rows: policy(x, timesteps, goal.expand(len(x), -1))
     chain = DenoisingChain(denoiser, reverse_schedule(names["scheduler"]), (7, 16), count)
     with torch.no_grad():

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from car_spec.chain import Prediction
+from car_spec.coupling import log_ratio
 from car_spec.gaussian import Gaussian
 from car_spec.noise import Noise
 from car_spec.verify import Verdict, verify_block, verify_block_equal_std, verify_token_wise
@@ -40,7 +41,7 @@ class NonFiniteError(RuntimeError):
 
 
 class Path(NamedTuple):
-    """Every state of R rows and the law it was drawn from. Steps above a row's start hold zeros."""
+    """Every state of R rows and the law it was drawn from. Steps above a row's start hold zeros. Without record: states[:, 0] only."""
 
     states: torch.Tensor  # (R, K + 1, D): states[:, k] = y_k
     mean: torch.Tensor  # (R, K, D): law of y_k given y_{k+1}
@@ -71,6 +72,9 @@ def draft_lengths(num_steps: int, window: int, taper: float) -> torch.Tensor:
     return (taper * k).ceil().long().clamp_max(window)
 
 
+MAX_MIXING = 2**24  # entries of the tables below; beyond it, drafts are long enough for a loop
+
+
 def decay_tables(decay: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
     """For drafts of `window` transitions from step k down: X_{j+1} = first[k, j] X_0 + sum_i mixing[k, j, i] v_i.
 
@@ -97,12 +101,13 @@ def autospeculate(
     draft_chain: PredictiveChain | None = None,
     token_wise: bool = False,
     trace: ChainTrace | None = None,
+    record: bool = True,
 ) -> Path:
     """Sample all rows of a chain: y (R, D) is the state above step `start` (R,), the next to be taken (default K - 1, the first).
 
     drafter: `free` re-uses the prediction of the last verification, one call a round; `frozen` asks for a fresh prediction at the
     current state first, two calls a round; `model` lets `draft_chain` draft, one call of it a transition.
-    window, taper: `draft_lengths`.
+    window, taper: `draft_lengths`. record: whether the path between start and end is kept, which for images is a lot of memory.
     """
     if window < 1:
         raise ValueError(f"window {window} is below 1")
@@ -116,13 +121,14 @@ def autospeculate(
     rows_total, dim, num_steps, device = len(y), y.shape[-1], chain.num_steps, y.device
     window = min(window, num_steps)
     lengths = draft_lengths(num_steps, window, taper)  # (K,)
-    first, mixing = decay_tables(chain.decay, int(lengths.max()))
-    path = Path(
-        y.new_zeros(rows_total, num_steps + 1, dim), y.new_zeros(rows_total, num_steps, dim), y.new_zeros(rows_total, num_steps, dim)
-    )
+    longest = max(1, int(lengths.max()))
+    tables = decay_tables(chain.decay, longest) if num_steps * longest**2 <= MAX_MIXING else None
+    kept = num_steps if record else 0
+    path = Path(y.new_zeros(rows_total, kept + 1, dim), y.new_zeros(rows_total, kept, dim), y.new_zeros(rows_total, kept, dim))
     rows = torch.arange(rows_total, device=device)  # the rows that are not finished
     k = torch.full((rows_total,), num_steps - 1, device=device) if start is None else start.clone()  # their next step
-    path.states[rows, k + 1] = y
+    if record:
+        path.states[rows, k + 1] = y
     columns = torch.arange(window + 1, device=device)
     # what the loop branches on is kept on the host as well, where it costs no wait for the device
     host = _Pointers(k.cpu(), torch.ones(rows_total, dtype=torch.bool), lengths)
@@ -140,7 +146,8 @@ def autospeculate(
         steps = (k[:, None] - offsets).clamp_min(0)  # (M, G + 1)
         xi = noise.of(rows).normal(window, dim)[:, :longest]  # as many for a row as for any other, whatever its neighbours
         if draft_chain is None:
-            states, draft = _draft(chain, prediction, y, steps[:, :-1], first[k, :longest], mixing[k, :longest, :longest], xi)
+            mixing = None if tables is None else (tables[0][k, :longest], tables[1][k, :longest, :longest])
+            states, draft = _draft(chain, prediction, y, steps[:, :-1], mixing, xi)
         else:
             states, draft = _draft_by_model(draft_chain, y, steps[:, :-1], rows, xi)
             trace.draft_calls += longest
@@ -161,19 +168,19 @@ def autospeculate(
 
         inside = offsets[:-1] < length[:, None]
         safe = Gaussian(target.mean[:, :-1], target.log_std[:, :-1].masked_fill(~inside[..., None], 0.0))
-        log_ratios = (safe.log_prob(states[:, 1:]) - draft.log_prob(states[:, 1:])).masked_fill(~inside, 0.0)
+        log_ratios = log_ratio(safe, draft, states[:, 1:]).masked_fill(~inside, 0.0)
         verdict: Verdict = verify(log_ratios, length, safe, draft, noise.of(rows))
         tau, complete = verdict.accepted, verdict.accepted == length
         host.tau = tau.cpu()
         trace.fallbacks += verdict.fallbacks
         trace.accepted += host.tau.tolist()
 
-        # write down what stands, and the replacement
-        after = torch.where((offsets[:-1] == tau[:, None])[..., None], verdict.replacement[:, None], states[:, 1:])  # (M, G, D)
-        index = host.decided(longest).to(device)
-        where = (rows[index // longest], steps[:, :-1].flatten()[index])
-        for whole, values in zip(path, (after, *safe)):
-            whole[where] = values.flatten(0, 1)[index]
+        if record:  # what stands, and the replacement
+            after = torch.where((offsets[:-1] == tau[:, None])[..., None], verdict.replacement[:, None], states[:, 1:])  # (M, G, D)
+            index = host.decided(longest).to(device)
+            where = (rows[index // longest], steps[:, :-1].flatten()[index])
+            for whole, values in zip(path, (after, *safe)):
+                whole[where] = values.flatten(0, 1)[index]
 
         here = torch.arange(len(rows), device=device)
         y = torch.where(complete[:, None], states[here, tau], verdict.replacement)
@@ -185,7 +192,8 @@ def autospeculate(
             ended, left = ended.to(device), left.to(device)
             final = target.mean[ended, tau[ended]]
             path.states[rows[ended], 0] = final
-            path.mean[rows[ended], 0], path.log_std[rows[ended], 0] = final, -torch.inf
+            if record:
+                path.mean[rows[ended], 0], path.log_std[rows[ended], 0] = final, -torch.inf
             rows, y = rows[left], y[left]
             prediction = Prediction(prediction.centre[left], prediction.fraction[left])
     return path
@@ -224,13 +232,20 @@ class _Pointers:
         return ended.nonzero()[:, 0], (~ended).nonzero()[:, 0]
 
 
-def _draft(chain, prediction: Prediction, y, steps, first, mixing, xi) -> tuple[torch.Tensor, Gaussian]:
+def _draft(chain, prediction: Prediction, y, steps, tables, xi) -> tuple[torch.Tensor, Gaussian]:
     """One prediction re-used at every step (M, G): states X_0 ... X_G (M, G + 1, D) and the laws of X_1 ... X_G."""
     repeated = Prediction(*(part[:, None] for part in prediction))  # (M, 1, D)
     offset, log_std = chain.transition(repeated, y.new_zeros(1), steps)  # (M, G, D): what does not depend on the state
     log_std = log_std.masked_fill((steps == 0)[..., None], 0.0)  # in the padding only
     moved = torch.addcmul(offset, log_std.exp(), xi)
-    states = torch.cat([y[:, None], torch.addcmul(torch.bmm(mixing, moved), first[..., None], y[:, None])], 1)
+    if tables is None:
+        path, decay = [y], chain.decay[steps]  # (M, G)
+        for j in range(steps.shape[1]):
+            path.append(torch.addcmul(moved[:, j], decay[:, j, None], path[-1]))
+        states = torch.stack(path, 1)
+    else:
+        first, mixing = tables
+        states = torch.cat([y[:, None], torch.addcmul(torch.bmm(mixing, moved), first[..., None], y[:, None])], 1)
     mean = torch.addcmul(offset, chain.decay[steps][..., None], states[:, :-1])
     return states, Gaussian(mean, log_std)
 

@@ -20,6 +20,7 @@ import car_spec
 from car_spec.ablation import TABLES as ABLATIONS
 from car_spec.adapters.mar import GUIDANCE_SCHEDULES
 from car_spec.cspd import VARIANTS, CSpDSettings
+from car_spec.diffusion_bench import add_parser as add_diffusion_parser
 from car_spec.engine import DRAFTERS, LosslessSettings
 from car_spec.eval.cli import add_parsers as add_evaluation_parsers
 from car_spec.execution import Execution
@@ -182,6 +183,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     ablate.set_defaults(run=run_ablate)
 
+    add_diffusion_parser(commands)
     add_evaluation_parsers(commands)
 
     info = commands.add_parser(

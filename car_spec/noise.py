@@ -36,3 +36,20 @@ class Noise:
         counts = torch.bincount(self.owner, minlength=len(self.generators)).tolist()
         parts = [draw((n, *shape), generator=g) for g, n in zip(self.generators, counts) if n]
         return torch.cat(parts).to(self.owner.device) if parts else torch.zeros(0, *shape, device=self.owner.device)
+
+
+def image_generators(generator: torch.Generator | Sequence[torch.Generator] | None, batch: int) -> list[torch.Generator]:
+    """One generator an image, on the CPU: those given, or seeded from the one given, which None seeds itself."""
+    if isinstance(generator, Sequence):
+        if len(generator) != batch:
+            raise ValueError(f"generator holds {len(generator)} generators for {batch} images")
+        return [g if g.device.type == "cpu" else _cpu_generators(g, 1)[0] for g in generator]
+    if generator is None:
+        generator = torch.Generator()
+        generator.seed()
+    return _cpu_generators(generator, batch)
+
+
+def _cpu_generators(generator: torch.Generator, count: int) -> list[torch.Generator]:
+    seeds = torch.randint(2**63 - 1, (count,), generator=generator, device=generator.device).tolist()
+    return [torch.Generator().manual_seed(seed) for seed in seeds]

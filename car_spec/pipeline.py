@@ -16,7 +16,7 @@ from car_spec.cspd import CSpDSampler, CSpDSettings, NoiseTable
 from car_spec.engine import DraftModel, LosslessSampler, LosslessSettings
 from car_spec.execution import Execution
 from car_spec.models.presets import PRESETS, Preset
-from car_spec.noise import Noise
+from car_spec.noise import Noise, image_generators
 from car_spec.parallel import Shares
 from car_spec.sequential import noise_from_generators, sample_sequential
 from car_spec.trace import Trace
@@ -332,16 +332,7 @@ class MARPipeline:
         latents = unpatchify(tokens, self.patch_size)  # (B, C, h, w)
         return ImagePipelineOutput(latents if output_type == "latent" else self._finish(latents, output_type), trace, settings)
 
-    @staticmethod
-    def _image_generators(generator: torch.Generator | Sequence[torch.Generator] | None, batch: int) -> list[torch.Generator]:
-        if isinstance(generator, Sequence):
-            if len(generator) != batch:
-                raise ValueError(f"generator holds {len(generator)} generators for {batch} images")
-            return [g if g.device.type == "cpu" else _cpu_generators(g, 1)[0] for g in generator]
-        if generator is None:
-            generator = torch.Generator()
-            generator.seed()
-        return _cpu_generators(generator, batch)
+    _image_generators = staticmethod(image_generators)
 
     def _sample_tokens(self, labels, generators, settings, callback) -> tuple[torch.Tensor, Trace]:
         batch = len(generators)
@@ -423,11 +414,6 @@ def synchronise(device: torch.device) -> None:
     module = getattr(torch, device.type)
     if hasattr(module, "synchronize"):
         module.synchronize()
-
-
-def _cpu_generators(generator: torch.Generator, count: int) -> list[torch.Generator]:
-    seeds = torch.randint(2**63 - 1, (count,), generator=generator, device=generator.device).tolist()
-    return [torch.Generator().manual_seed(seed) for seed in seeds]
 
 
 def to_pixels(images: torch.Tensor, output_type: str):

@@ -184,6 +184,7 @@ for name in [n for n in sys.modules if n.split(".")[0] in {heavy.split()!r}]:
 sys.meta_path.insert(0, Refuse())
 import car_spec, car_spec.chain, car_spec.sequential, car_spec.adapters.mar, car_spec.schedule, car_spec.gaussian
 import car_spec.adapters.xar, car_spec.cells, car_spec.models.xar, car_spec.xar_pipeline
+import car_spec.adapters.ddpm, car_spec.diffusion_pipeline
 print(car_spec.load_pipeline.__name__)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

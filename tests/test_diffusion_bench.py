@@ -1,0 +1,55 @@
+"""The tables of whole-image diffusion, on a tiny network."""
+
+import json
+
+import pytest
+import torch
+from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
+
+from car_spec.cli import main
+
+
+@pytest.fixture
+def folder(tmp_path):
+    torch.manual_seed(0)
+    shape = dict(
+        sample_size=4, in_channels=1, out_channels=1, block_out_channels=(4,), layers_per_block=1, norm_num_groups=2, attention_head_dim=2
+    )
+    network = UNet2DModel(**shape, down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",))
+    DDPMPipeline(network, DDPMScheduler()).save_pretrained(tmp_path / "pixel")
+    return tmp_path / "pixel"
+
+
+def test_the_tables_come_from_one_command(folder, tmp_path, capsys):
+    out = tmp_path / "bench"
+    flags = ["--steps", "8", "--windows", "3", "unlimited", "--repeats", "1", "--images", "16", "--out", str(out)]
+    assert main(["diffusion-bench", "--model", str(folder), *flags]) == 0
+    table = (out / "tables.md").read_text()
+    assert table in capsys.readouterr().out
+    for title in ("the scheduler's chain, 8 steps", "churned SDE, eps 0.25, 8 steps", "churned SDE, eps 1, 8 steps"):
+        assert f"**{title}**" in table
+    runs = json.loads((out / "the-schedulers-chain-8-steps.json").read_text())["runs"]
+    assert [run["name"] for run in runs] == [
+        "sequential",
+        *("frozen, token, window 3", "frozen, token, window unlimited"),
+        *("free, block, window 3", "free, block, window unlimited"),
+    ]
+    calls = [run["counts"][0]["head calls a batch"] for run in runs]
+    assert calls[0] == 8 and max(calls[3:]) < 8
+    assert all(run["p_value"] > 0 and run["frechet"] >= 0 for run in runs)
+    churned = json.loads((out / "churned-SDE-eps-0.5-8-steps.json").read_text())["runs"]
+    assert {run["settings"]["churn"] for run in churned} == {0.5} and len(churned) == 5
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (["--windows", "0"], "window 0 is below 1"),
+        (["--steps", "1"], "--steps 1 is below 2"),
+        (["--images", "3"], "--images 3 is too few for a comparison"),
+        (["--spread", "-1"], "spread -1.0 is negative"),
+    ],
+)
+def test_bad_flags_are_one_sentence(folder, flags, sentence, capsys):
+    assert main(["diffusion-bench", "--model", str(folder), *flags]) == 2
+    assert sentence in capsys.readouterr().err

@@ -35,9 +35,14 @@ def load_clip(name: str, device: torch.device) -> Clip:
     if Path(name).exists() and not (Path(name) / "config.json").is_file():
         raise ValueError(f"--clip-model {name} holds no config.json: a CLIP model saved by transformers is expected")
     try:
-        model, processor = CLIPModel.from_pretrained(name), CLIPProcessor.from_pretrained(name)
+        model, loaded = CLIPModel.from_pretrained(name, output_loading_info=True)
+        processor = CLIPProcessor.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ValueError(f"--clip-model {name} cannot be loaded: {str(error).strip().splitlines()[0]}") from None
+    if loaded["missing_keys"]:  # transformers would leave them random
+        raise ValueError(
+            f"--clip-model {name} lacks {len(loaded['missing_keys'])} weights of a CLIP model, {min(loaded['missing_keys'])} first"
+        )
     return Clip(model.to(device).eval(), processor, name)
 
 

@@ -5,7 +5,8 @@ M real ones, and scores them all against the same other real images (or against 
 floor, the score of a perfect generator. M is half of the smallest set unless it is given.
 
 Intervals are those of the delete-d jackknife (Shao & Wu 1989): a score of M of N images drawn without replacement varies
-by sqrt((N - M) / M) times the standard error that comes from having N images and not all there could be.
+by sqrt((N - M) / M) times the standard error that comes from having N images and not all there could be. To that the error of a mean
+over so many draws is added. Far from linear scores, or with very few images, they are somewhat too narrow.
 """
 
 import math
@@ -34,7 +35,7 @@ class Interval:
     @classmethod
     def of(cls, values: torch.Tensor, size: int, count: int) -> "Interval":
         """values (S,): scores of S random subsets of `size` of `count` images."""
-        return cls(values.mean().item(), values.std().item() * math.sqrt(size / (count - size)))
+        return cls(values.mean().item(), values.std().item() * math.sqrt(size / (count - size) + 1 / len(values)))
 
     @property
     def ends(self) -> tuple[float, float]:

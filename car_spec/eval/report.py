@@ -33,7 +33,7 @@ def print_tables(scores: dict[str, dict[str, float]], counts: dict[str, int], co
     def show(title: str, rows: list[list[str]]) -> None:
         table = Table(title=title, title_justify="left")
         for i, column in enumerate(("folder", "images", *columns)):
-            table.add_column(column, justify="left" if i == 0 else "right")
+            table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
         for row in rows:
             table.add_row(*row)
         console.print(table)

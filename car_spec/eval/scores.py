@@ -84,5 +84,6 @@ def count_warning(count: int, metrics: Sequence[str], force: bool, full: int = F
     if "fid" in metrics and count < LEAST and not force:
         raise ValueError(f"fid of {count} images is refused, below {LEAST} it means little: make more images, or give --force")
     if count < full:
-        return f"{count} images: published scores use {full}, and fewer images give a larger FID"
+        whose = "published scores use" if full == FULL else "the recipe has"
+        return f"{count} images: {whose} {full}, and fewer images give a larger FID"
     return None

@@ -165,7 +165,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
     if read.clip is not None:
         context["CLIP"] = describe_clip(read.clip, [prompt for own in prompts.values() for prompt in own or []])
     real = read(real_files, str(real_path)) if real_files is not None else None
-    reference_is_real = real_path is not None and real_path == args.reference
+    reference_is_real = is_images(args.reference) and real_path == args.reference
     if "fid" in metrics and reference is None:
         of = real if reference_is_real else read(real_images(args.reference, "--reference"), str(args.reference))
         assert of is not None and of.features is not None

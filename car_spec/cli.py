@@ -1,4 +1,4 @@
-"""The command line: generate, bench, ablate and info; evaluate and stats are in eval/cli.py.
+"""The command line: generate, bench, ablate and info; evaluate, stats and export-geneval are in eval/cli.py.
 
 Plain results on stdout, progress and warnings on stderr.
 """
@@ -224,8 +224,8 @@ def number_or_auto(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-def read_recipe(name: str, allowed: set[str]) -> dict[str, Any]:
-    """A recipe's values, by flag name. Unknown names are refused, so that a misspelt one cannot pass in silence."""
+def read_recipe(name: str) -> dict[str, Any]:
+    """A recipe's values, by flag name; those of the recipe it `extends` where it has none of its own."""
     import yaml
 
     path = Path(name)
@@ -241,10 +241,32 @@ def read_recipe(name: str, allowed: set[str]) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"--config {path} holds a {type(values).__name__}, not names with values")
     values = {key.replace("-", "_"): value for key, value in values.items()}
+    return read_recipe(values.pop("extends")) | values if "extends" in values else values
+
+
+def recipe_flags(name: str, command: str, allowed: set[str]) -> list[str]:
+    """A recipe as flags: evaluate takes its section `evaluate` and the number of images, generate all but that section.
+
+    Unknown names are refused, so that a misspelt one cannot pass in silence.
+    """
+    values = read_recipe(name)
+    section = values.pop("evaluate", None) or {}
+    if not isinstance(section, dict):
+        raise ValueError(f"--config {name} has evaluate: {section}, not names with values")
+    if command == "evaluate":
+        section = {key.replace("-", "_"): value for key, value in section.items()}
+        values = {key: value for key, value in values.items() if key == "num_images"} | section
     unknown = sorted(set(values) - allowed)
     if unknown:
-        raise ValueError(f"--config {path} has {', '.join(unknown)}, which generate does not know")
-    return values
+        raise ValueError(f"--config {name} has {', '.join(unknown)}, which {command} does not know")
+    flags: list[str] = []
+    for key, value in values.items():
+        if key == "aligned" and value is False:
+            flags.append("--no-aligned")
+        elif value is not None and value is not False:
+            given = [] if value is True else value if isinstance(value, list) else [value]
+            flags += [f"--{key.replace('_', '-')}", *map(str, given)]
+    return flags
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -252,14 +274,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = build_parser()
     args = parser.parse_args(argv)
     if getattr(args, "config", None):
-        allowed = set(vars(args)) - {"command", "run", "config"}
-        recipe: list[str] = []
-        for name, value in read_recipe(args.config, allowed).items():
-            if name == "aligned" and value is False:
-                recipe.append("--no-aligned")
-            elif value is not None and value is not False:
-                values = [] if value is True else value if isinstance(value, list) else [value]
-                recipe += [f"--{name.replace('_', '-')}", *map(str, values)]
+        recipe = recipe_flags(args.config, args.command, set(vars(args)) - {"command", "run", "config", "folders"})
         given = list(sys.argv[1:] if argv is None else argv)
         args = parser.parse_args([given[0], *recipe, *given[1:]])
     return args

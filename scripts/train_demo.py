@@ -5,7 +5,8 @@
     python scripts/train_demo.py draft  --data emoji64.npz --out runs/demo
     python scripts/train_demo.py export --data emoji64.npz --out runs/demo
 
-and for xAR, with the autoencoder that `export` packed, xar-target, xar-draft and xar-export.
+and for xAR, with the autoencoder that `export` packed, xar-target, xar-draft and xar-export. `reference` writes the real images that
+samples of the demo are scored against, and a recipe for such samples (docs/evaluation.md).
 
 Every stage can be killed and started again: it continues from `<out>/<stage>/checkpoint-last.pth`, which is rewritten
 every few minutes together with a picture of reconstructions or samples. `export` packs the averages for shipping.
@@ -379,6 +380,35 @@ def export(args):
         path.chmod(0o644)
 
 
+def write_reference(args):
+    """Real images as the demo models saw them: every training emoji of a vendor once, in one of its skin tones.
+
+    -> `<out>/reference` with a manifest of labels, and `<out>/quality.yaml`, a recipe whose labels are as frequent as the reference's.
+    """
+    from car_spec.pipeline import to_pixels
+    from car_spec.runs import RunFolder, image_spec, sha256_of
+
+    names = demo_classes(args.data)
+    images, arrays = load_images(args.data, 0, names)
+    emoji = np.array([f"{v} {n.split(',')[0]}" for v, n in zip(arrays["vendor"], arrays["name"])])
+    order = torch.randperm(len(emoji), generator=torch.Generator().manual_seed(0)).numpy()
+    chosen = order[np.sort(np.unique(emoji[order], return_index=True)[1])]  # the first of each emoji, in random order
+    labels = [names.index(name) for name in arrays["subcategory_names"][arrays["subcategory"][chosen]]]
+
+    folder = RunFolder(args.out / "reference", {"images": "real", "data_sha256": sha256_of(args.data)})
+    folder.open()
+    specs = [image_spec(i, labels, 0) for i in range(len(chosen))]
+    for spec, picture in zip(specs, to_pixels((images[torch.from_numpy(chosen)] + 1) / 2, "pil")):
+        folder.write_image(spec, picture)
+    folder.write_manifest(specs, names, {"law of the images": "real"})
+    (args.out / "quality.yaml").write_text(
+        "# Samples of the demo for scores: labels as frequent as in the training images, no guidance, which would change the law.\n"
+        f"num_images: 2048\nbatch_size: 64\nguidance_scale: 1.0\nclasses: {labels}\n"
+        "evaluate:\n  extractor: efficientnet-lite0\n  metrics: fid,is,kid,prc\n"
+    )
+    print(f"{len(specs)} real images: {folder.path}\nrecipe: {args.out / 'quality.yaml'}")
+
+
 def main():
     stages = {
         "vae": train_vae,
@@ -388,6 +418,7 @@ def main():
         "xar-draft": train_xar,
         "export": export,
         "xar-export": export_xar,
+        "reference": write_reference,
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=stages)

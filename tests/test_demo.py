@@ -1,8 +1,10 @@
 """The shipped weights: they load as any checkpoint does, are small, and make images of their classes."""
 
+import runpy
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,8 +16,10 @@ from car_spec import load_pipeline
 from car_spec.adapters.mar import MARAdapter
 from car_spec.asd import ChainTrace, autospeculate
 from car_spec.chain import sample_chain
+from car_spec.cli import parse
 from car_spec.engine import LosslessSampler, LosslessSettings
 from car_spec.eval.distances import energy_test, principal_components
+from car_spec.eval.folders import image_files, read_manifest
 from car_spec.models.loading import load_mar, read_checkpoint
 from car_spec.models.mar import MAR
 from car_spec.sequential import sample_sequential
@@ -164,3 +168,31 @@ def test_autospeculation_keeps_the_law_of_the_demos_head(demo, guidance_scale):
     ours = autospeculate(chain, noise.normal(8), noise, window=8, taper=0.5, trace=trace).states[:, 0]
     assert smallest_p(ours, expected) > 0.01 and largest_z(ours, expected) < 4.5
     assert sum(trace.accepted) / len(trace.accepted) > 1.5 and trace.fallbacks == 0  # it did speculate
+
+
+def test_the_reference_holds_every_training_emoji_once_and_its_recipe_has_the_same_labels(tmp_path, monkeypatch):
+    names = ["heart", "heart, dark skin tone", "flag", "held out", "of no demo class"]
+    columns = dict(
+        vendor=[0, 1], name=names, subcategory=[0, 0, 1, 0, 2], category=[0, 0, 1, 0, 2], split=[0, 0, 0, 1, 0]
+    )  # of each vendor the same five pictures
+    pixels = np.stack([np.full((64, 64, 3), 20 * i, dtype=np.uint8) for i in range(10)])
+    own = {key: np.array(value * 2) for key, value in columns.items() if key != "vendor"}
+    np.savez(
+        tmp_path / "emoji64.npz",
+        image=pixels,
+        vendor=np.repeat([0, 1], 5),
+        subcategory_names=np.array(["heart", "country-flag", "dishes"]),
+        category_names=np.array(["Smileys & Emotion", "Flags", "Objects"]),
+        **own,
+    )
+    script = Path(__file__).parent.parent / "scripts" / "train_demo.py"
+    monkeypatch.setattr("sys.argv", [str(script), "reference", "--data", str(tmp_path / "emoji64.npz"), "--out", str(tmp_path / "out")])
+    runpy.run_path(str(script), run_name="__main__")
+    manifest = read_manifest(tmp_path / "out" / "reference")
+    assert sorted(image["class"] for image in manifest["images"]) == ["country-flag"] * 2 + ["heart"] * 2
+    greys = [Image.open(file).getpixel((0, 0))[0] for file in image_files(tmp_path / "out" / "reference", "--reference")]
+    assert {40, 140} < set(greys) and len(set(greys) & {0, 20}) == len(set(greys) & {100, 120}) == 1  # one tone of each vendor
+    labels = [str(image["label"]) for image in manifest["images"]]
+    args = parse(["generate", "--config", str(tmp_path / "out" / "quality.yaml")])
+    assert (args.classes, args.num_images, args.guidance_scale) == (labels, 2048, 1.0)
+    assert parse(["evaluate", "x", "--config", str(tmp_path / "out" / "quality.yaml")]).extractor == "efficientnet-lite0"

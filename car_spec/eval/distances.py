@@ -2,22 +2,12 @@
 
 import torch
 
+from car_spec.eval.statistics import Statistics
+
 
 def frechet_distance(first: torch.Tensor, second: torch.Tensor) -> float:
     """Squared Frechet distance of the Gaussians fitted to two sets of features, float64."""
-    moments = [(x.double().mean(0), torch.cov(x.double().T)) for x in (first, second)]
-    return frechet_of_moments(*moments[0], *moments[1])
-
-
-def frechet_of_moments(mean_a: torch.Tensor, cov_a: torch.Tensor, mean_b: torch.Tensor, cov_b: torch.Tensor) -> float:
-    """Squared Frechet distance of two Gaussians (Dowson & Landau 1982); means (F,) and covariances (F, F) in float64.
-
-    The trace of the matrix root comes from eigenvalues of a symmetric product, so a rank-deficient covariance is no trouble.
-    """
-    values, vectors = torch.linalg.eigh(cov_a)
-    root_a = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
-    trace_root = torch.linalg.eigvalsh(root_a @ cov_b @ root_a).clamp_min(0).sqrt().sum()
-    return ((mean_a - mean_b).square().sum() + cov_a.trace() + cov_b.trace() - 2 * trace_root).item()
+    return Statistics.of(first).distance(Statistics.of(second))
 
 
 def energy_test(first: torch.Tensor, second: torch.Tensor, permutations: int = 199, seed: int = 7) -> float:

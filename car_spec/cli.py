@@ -54,19 +54,25 @@ SAMPLING = (
 )
 
 
+def model_flags(default: str | None) -> argparse.ArgumentParser:
+    """A parent of commands. Each default has a parent of its own, because the commands of one parent share its defaults."""
+    flags = argparse.ArgumentParser(add_help=False)
+    group = flags.add_argument_group("model")
+    group.add_argument(
+        "--model", default=default, help="a demo (demo, demo-draft, demo-xar), a checkpoint, its folder, or a hub id (default: demo)"
+    )
+    group.add_argument("--vae", help="autoencoder: kl16.ckpt or a diffusers folder (default: what lies beside the model)")
+    group.add_argument("--weights", choices=["model_ema", "model"], help="copy of the weights (default: model_ema where there is one)")
+    group.add_argument("--num-heads", type=int, help="attention heads, needed for sizes without a preset only")
+    return flags
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="car-spec", description="Fast sampling of continuous autoregressive image models.")
     parser.add_argument("--version", action="version", version=f"car-spec {car_spec.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    model = argparse.ArgumentParser(add_help=False)
-    group = model.add_argument_group("model")
-    group.add_argument(
-        "--model", default="demo", help="a demo (demo, demo-draft, demo-xar), a checkpoint, its folder, or a hub id (default: demo)"
-    )
-    group.add_argument("--vae", help="autoencoder: kl16.ckpt or a diffusers folder (default: what lies beside the model)")
-    group.add_argument("--weights", choices=["model_ema", "model"], help="copy of the weights (default: model_ema where there is one)")
-    group.add_argument("--num-heads", type=int, help="attention heads, needed for sizes without a preset only")
+    model = model_flags("demo")
 
     generate = commands.add_parser(
         "generate",
@@ -188,13 +194,13 @@ def build_parser() -> argparse.ArgumentParser:
 
     info = commands.add_parser(
         "info",
-        parents=[model],
+        parents=[model_flags(None)],
         help="say what a checkpoint is, and which samplers fit it",
         description="Say what a checkpoint is, and which samplers fit it.",
     )
     info.add_argument("checkpoint", nargs="?", metavar="MODEL", help="as --model")
     info.add_argument("--draft", help="also look whether this model can draft for it")
-    info.set_defaults(run=run_info, model=None)
+    info.set_defaults(run=run_info)
     return parser
 
 

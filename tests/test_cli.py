@@ -230,3 +230,8 @@ def test_the_grid_of_a_long_run_shows_its_first_images_only(tmp_path, monkeypatc
     for spec in specs:
         folder.write_image(spec, Image.new("RGB", (64, 64)))
     assert Image.open(folder.write_grid(specs, columns=2)).size == (130, 130)
+
+
+@pytest.mark.parametrize("command", ["generate", "bench", "ablate"])
+def test_the_demo_is_the_model_of_a_command_that_names_none(command):
+    assert parse([command]).model == "demo"

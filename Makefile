@@ -2,6 +2,8 @@
 PYTHON ?= python3
 PIP_FLAGS ?=
 BIN := .venv/bin
+# One worker a core, one thread a worker: the tensors of the tests are too small to share
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 .PHONY: demo test test-slow lint format clean
 
@@ -9,10 +11,10 @@ demo: .venv/installed
 	$(BIN)/car-spec generate --config demo --out outputs/demo
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-slow: .venv/installed-dev
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(PYTEST) -m "slow or not slow"
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

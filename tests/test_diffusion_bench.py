@@ -61,8 +61,8 @@ def test_bad_flags_are_one_sentence(folder, flags, sentence, capsys):
 def test_the_shipped_pixel_model_makes_pictures_on_a_white_ground_in_fewer_calls():
     pipe, trace = load(DEMO, torch.device("cpu")), ChainTrace()
     assert 2e6 < sum(parameter.numel() for parameter in pipe.unet.parameters()) < 4e6
-    generators = [torch.Generator().manual_seed(i) for i in range(4)]
-    images = accelerate_pipeline(pipe)(4, generators, num_inference_steps=50, output_type="pt", trace=trace).images
+    generators = [torch.Generator().manual_seed(i) for i in range(2)]
+    images = accelerate_pipeline(pipe)(2, generators, num_inference_steps=30, output_type="pt", trace=trace).images
     border = torch.cat([images[..., 0, :], images[..., -1, :]], -1)
     assert border.mean() > 0.85 and images.std() > 0.1
-    assert trace.calls < 45
+    assert trace.calls < 28

@@ -78,7 +78,6 @@ def train(args):
 def export(args):
     from diffusers import UNet2DModel
 
-    from car_spec.diffusion_pipeline import accelerate_pipeline
     from car_spec.pipeline import image_seed
     from car_spec.runs import image_grid
 
@@ -86,8 +85,7 @@ def export(args):
     model = UNet2DModel(**UNET_CONFIG)
     model.load_state_dict(state["model_ema"])
     generators = [torch.Generator().manual_seed(image_seed(0, i)) for i in range(SAMPLES)]
-    fast = accelerate_pipeline(pipeline_of(model.eval()), max_rows=64)
-    pictures = fast(SAMPLES, generators, num_inference_steps=100).images
+    pictures = pipeline_of(model.eval())(SAMPLES, generators, num_inference_steps=100).images
     image_grid(pictures, columns=8).save(args.package.parent / "pixel-samples.png")
     pipeline_of(model.half()).save_pretrained(args.package)
     for config in args.package.rglob("*.json"):

@@ -6,7 +6,10 @@ import pytest
 import torch
 from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
 
+from car_spec.asd import ChainTrace
 from car_spec.cli import main
+from car_spec.diffusion_bench import DEMO, load
+from car_spec.diffusion_pipeline import accelerate_pipeline
 
 
 @pytest.fixture
@@ -53,3 +56,13 @@ def test_the_tables_come_from_one_command(folder, tmp_path, capsys):
 def test_bad_flags_are_one_sentence(folder, flags, sentence, capsys):
     assert main(["diffusion-bench", "--model", str(folder), *flags]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_the_shipped_pixel_model_makes_pictures_on_a_white_ground_in_fewer_calls():
+    pipe, trace = load(DEMO, torch.device("cpu")), ChainTrace()
+    assert 2e6 < sum(parameter.numel() for parameter in pipe.unet.parameters()) < 4e6
+    generators = [torch.Generator().manual_seed(i) for i in range(2)]
+    images = accelerate_pipeline(pipe)(2, generators, num_inference_steps=30, output_type="pt", trace=trace).images
+    border = torch.cat([images[..., 0, :], images[..., -1, :]], -1)
+    assert border.mean() > 0.85 and images.std() > 0.1
+    assert trace.calls < 28

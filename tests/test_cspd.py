@@ -197,8 +197,9 @@ def test_alignment_brings_draft_and_target_of_the_demo_closer(variant):
             sampler="cspd",
             variant=variant,
             aligned=aligned,
-            num_iter=16,
-            num_inference_steps=20,
+            num_iter=8,
+            num_inference_steps=12,
+            draft_length=4,
             generator=torch.Generator().manual_seed(0),
             output_type="latent",
         ).trace

@@ -58,7 +58,7 @@ def emoji(demo):
     """Hearts and country flags, few steps: enough for shape and colour."""
     labels = ["heart"] * 8 + ["country-flag"] * 8 + ["face-smiling"] * 8
     generators = [torch.Generator().manual_seed(i) for i in range(len(labels))]
-    return demo(labels, num_iter=16, num_inference_steps=50, generator=generators, output_type="pt").images
+    return demo(labels, num_iter=16, num_inference_steps=50, sampler="sequential", generator=generators, output_type="pt").images
 
 
 def test_images_are_emoji_on_a_white_ground(emoji):

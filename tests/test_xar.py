@@ -538,12 +538,13 @@ def test_p14_a_whole_xar_in_half_precision_samples_finite_values(tiny_xar_pipeli
 
 
 class Host(torch.Tensor):
-    """A tensor that was brought to the host; it cannot meet one that was not."""
+    """A tensor that was brought to the host; it cannot meet one that was not. Whole numbers may have been made on the host."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         for x in tree_leaves((args, kwargs or {})):
-            assert not isinstance(x, torch.Tensor) or isinstance(x, cls) or x.dim() == 0, f"{func.__name__} of host and device"
+            device = isinstance(x, torch.Tensor) and not isinstance(x, cls) and x.is_floating_point() and x.dim() > 0
+            assert not device, f"{func.__name__} of host and device"
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
@@ -659,7 +660,8 @@ def test_recipes_of_the_released_sizes_say_what_the_presets_say(tiny_vae, name, 
         network = XAR(replace(TINY_XAR_PIPELINE, width=width, num_heads=preset.num_heads))
     whole = XARPipeline(network, tiny_vae, preset)
     given = {name: getattr(args, name) for name in SAMPLING}
-    assert whole.settings(**given) == whole.settings() and (args.image_size, args.num_images) == (256, 50_000)
+    assert whole.settings(**given) == whole.settings() and args.image_size == 256
+    assert parse(["generate", "--config", f"xar-{name}-50k"]).num_images == 50_000
 
 
 # --- the shipped weights

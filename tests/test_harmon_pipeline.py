@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,6 +45,16 @@ def test_prompts_become_images_by_place_or_by_name(pipe):
     assert by_place[0].size == (8, 8) and by_place[0].tobytes() == by_name[0].tobytes()
     assert pipe("a red cat", generator=seeds(1)).settings == pipe.settings()  # the lossless sampler with the preset's numbers
     assert pipe.settings()["sampler"] == "lossless" and pipe.settings()["guidance_scale"] == 2.0
+
+
+def test_the_example_of_the_documentation_runs(harmon_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[1] / "docs" / "harmon.md").read_text()
+    program = page.split("```python\n")[1].split("```")[0]
+    assert '"demo-harmon"' in program
+    names: dict = {}
+    exec(program.replace('"demo-harmon"', repr(str(harmon_folder))), names)
+    assert len(names["output"].images) == 4 and Image.open(tmp_path / "heart.png").size == (8, 8)
 
 
 def test_several_images_a_prompt_lie_in_a_row(pipe):

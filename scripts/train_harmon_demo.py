@@ -20,6 +20,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_demo import CLIP_SAMPLE_RANGE, demo_classes, demo_latents, fit, load_images, pack, step_generator
 
+from car_spec.schedule import cosine_schedule
+
 CONTEXT = 256
 VOCABULARY = 1536
 LLM = dict(vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, rope_theta=1e4)
@@ -30,6 +32,7 @@ LLM_SIZES = dict(
 WARM_STARTS = dict(target="mar", draft="mar-draft")
 PRESET = dict(num_iter=64, num_inference_steps=100, guidance_scale=3.0, guidance_schedule="constant")
 DISTILLED_STEPS = 800  # in which the language model learns to say what the class says to the decoder of the class-conditional MAR
+NOISY_TIMESTEPS = (400, 850)  # of `clean_error`
 PROMPT_DROP = 0.1
 SHOWN = (  # captions of the grid, and whether their emoji were held out; None: a caption that the data do not have
     ("red heart", None),
@@ -125,6 +128,19 @@ def initial_harmon(args):
     return model, teacher.requires_grad_(False)
 
 
+def clean_error(net, x_0, condition, generator):
+    """Squared error of the tokens (N, D) that the head makes of much noise, where they are guessed from the condition (N, Z).
+
+    In MAR's loss, which weighs the noise's error, a whole caption is worth a hundredth; here it is worth most.
+    """
+    alphas_cumprod = cosine_schedule().alphas_cumprod
+    timesteps = torch.randint(*NOISY_TIMESTEPS, (len(x_0),), generator=generator)
+    signal = alphas_cumprod[timesteps, None].float()
+    noise = torch.randn(x_0.shape, generator=generator)
+    predicted = net(signal.sqrt() * x_0 + (1 - signal).sqrt() * noise, timesteps, condition).float()[:, : x_0.shape[1]]
+    return ((1 - signal) / signal * (predicted - noise).square()).mean()
+
+
 def train(args):
     from diffusers import AutoencoderKL
 
@@ -163,7 +179,9 @@ def train(args):
             if step < DISTILLED_STEPS:
                 vectors = torch.where(dropped[:, None], teacher.fake_latent, teacher.class_emb(data.labels[chosen]))
                 return (encoded.float() - teacher.forward_mae_encoder(tokens, mask, vectors).float()).square().mean()
-            return model.mar.denoising_loss(tokens, mask, model.mar.forward_mae_decoder(encoded, mask), g, 2)
+            z = model.mar.forward_mae_decoder(encoded, mask)
+            loss = model.mar.denoising_loss(tokens, mask, z, g, 1)
+            return loss + clean_error(model.mar.diffloss.net, tokens[mask.bool()], z[mask.bool()], g)
 
     @torch.no_grad()
     def held_out_loss(model, step):

@@ -10,10 +10,12 @@ import torch
 from conftest import HARMON_LLM, golden_state
 from PIL import Image
 
+import car_spec
 from car_spec import bench, load_pipeline
 from car_spec.cli import main, parse
 from car_spec.cspd import CSpDSampler, CSpDSettings, NoiseTable
 from car_spec.harmon_pipeline import HarmonPipeline
+from car_spec.models.harmon import TEMPLATE, tokenize
 from car_spec.models.loading import CheckpointError
 from car_spec.models.presets import PRESETS
 from car_spec.noise import Noise
@@ -359,3 +361,74 @@ def test_the_draft_reads_prompts_with_its_own_tokenizer(pipe, harmon_folder):
     assert len(drafted(TEXTS, sampler="cspd", num_inference_steps=3).images) == 3
     assert len(asked) == 3 and "a dog that has" in asked[1]  # two texts and the unconditional one
     assert len(drafted(TEXTS, drafter="model", num_inference_steps=3).images) == 3
+
+
+# --- the shipped demo
+
+DEMO = Path(car_spec.__file__).parent / "demo"
+
+
+@pytest.fixture(scope="module")
+def demo_harmon() -> HarmonPipeline:
+    pipeline = load_pipeline("demo-harmon", draft="demo-harmon-draft")
+    assert isinstance(pipeline, HarmonPipeline)
+    return pipeline
+
+
+def test_the_demos_files_are_small_and_their_language_models_tiny(demo_harmon):
+    for name in ("harmon", "harmon-draft"):
+        files = {path.name: path for path in (DEMO / name).iterdir()}
+        assert set(files) == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+        assert '"/' not in files["config.json"].read_text() + files["tokenizer_config.json"].read_text()  # an absolute path
+    assert sum(path.stat().st_size for folder in DEMO.glob("harmon*") if folder.is_dir() for path in folder.iterdir()) < 20e6
+    count = lambda pipeline: sum(parameter.numel() for parameter in pipeline.model.parameters())
+    assert count(demo_harmon.draft) < count(demo_harmon) / 5 < 1.5e6
+    assert demo_harmon.image_size == 32 and demo_harmon.clip_sample_range == 4.0
+    assert demo_harmon.preset.num_iter == 64 and demo_harmon.preset.guidance_scale == 3.0
+
+
+def test_transformers_reads_the_demos_tokenizer_alike(demo_harmon):
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast.from_pretrained(DEMO / "harmon")
+    text = TEMPLATE.format(request="Generate an image: grinning cat, google")
+    (ours,) = tokenize(demo_harmon.tokenizer, ["Generate an image: grinning cat, google"])
+    assert theirs(text).input_ids == ours and theirs.decode(ours) == text
+    assert len(ours) < 20  # words of captions are tokens; letters alone would make 60
+    assert theirs.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]) == [ours[0], ours[-5]]
+
+
+def test_any_text_has_tokens(demo_harmon):
+    for text in ("naïve ☃ 心", "\x00", "A" * 100):
+        (ids,) = tokenize(demo_harmon.tokenizer, [text])
+        assert demo_harmon.tokenizer.decode(ids, skip_special_tokens=False) == TEMPLATE.format(request=text)
+
+
+def test_the_lossless_sampler_makes_the_demos_images_in_an_eighth_of_the_calls(demo_harmon):
+    output = demo_harmon("red heart", generator=seeds(1), output_type="pt")
+    assert output.settings["num_iter"] == 64 and output.settings["guidance_scale"] == 3.0
+    assert output.images.isfinite().all()
+    assert output.trace.sequential_calls < 64 * 101 / 8
+    assert output.trace.fallbacks == output.trace.chain.fallbacks == 0 and output.trace.largest_gap <= 1e-3
+
+
+def test_cspd_runs_on_the_demo(demo_harmon):
+    output = demo_harmon(["red heart", "banana"], sampler="cspd", num_iter=6, num_inference_steps=10, generator=seeds(2), output_type="pt")
+    assert output.images.isfinite().all() and output.trace.draft_calls > 0
+
+
+@pytest.fixture(scope="module")
+def emoji(demo_harmon):
+    prompts = ["grinning face"] * 6 + ["france flag"] * 6 + ["red heart"] * 6
+    settings = dict(num_iter=16, num_inference_steps=50, sampler="sequential", output_type="pt")
+    return demo_harmon(prompts, generator=seeds(18), **settings).images.unflatten(0, (3, 6))
+
+
+def test_prompts_show_in_the_demos_images(emoji):
+    faces, flags, hearts = emoji
+    assert emoji[:, :, :, [0, 0, -1, -1], [0, -1, 0, -1]].mean() > 0.9  # white corners
+    red, green, blue = faces[:, :, 8:24, 8:24].mean((0, 2, 3))
+    assert red > green > blue + 0.2  # faces are yellow
+    notch, sides = hearts[:, :, 1:5, 15:17].mean(), hearts[:, :, 6:10, [6, 7, 24, 25]].mean()
+    assert notch > sides + 0.2  # white between the halves of a heart
+    assert flags[:, :, 14:18, 2:30].mean() < 0.85  # a flag fills its width

@@ -359,7 +359,8 @@ def choose_labels(args: argparse.Namespace, pipeline: MARPipeline) -> Sequence[i
         raise ValueError(f"--prompt and --prompts {args.prompts} are both given, but images follow one list")
     if not given:
         raise ValueError(f"--model {name} needs --prompt TEXT or --prompts FILE")
-    return pipeline.check_prompts(args.prompt or read_prompt_file(args.prompts))
+    prompts = args.prompt or read_prompt_file(args.prompts)
+    return pipeline.check_prompts(list(prompts.values()) if isinstance(prompts, dict) else prompts)
 
 
 def choose_images(args: argparse.Namespace, pipeline: MARPipeline) -> tuple[Sequence[int | str], list[ImageSpec]]:

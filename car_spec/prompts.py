@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 
-def read_prompt_file(path: Path) -> list[str]:
-    """The prompts of a file, in its order.
+def read_prompt_file(path: Path) -> list[str] | dict[str, str]:
+    """The prompts of a file in its order; by name, where it names images.
 
     .json: a list of texts, or of entries with a `prompt` or `caption`; names of images with such an entry each; or COCO's captions
     (`annotations`, each of which counts). .jsonl: such an entry a line. Everything else: a line a prompt. Blank lines are passed over.
@@ -27,12 +27,13 @@ def read_prompt_file(path: Path) -> list[str]:
     return prompts
 
 
-def _prompts_of(content: Any) -> list[str]:
-    if isinstance(content, dict):
-        content = content["annotations"] if "annotations" in content else list(content.values())
-    if not isinstance(content, list):
-        raise TypeError(f"it holds a {type(content).__name__}")
-    return [_prompt_of(entry) for entry in content]
+def _prompts_of(content: Any) -> list[str] | dict[str, str]:
+    if isinstance(content, dict) and "annotations" not in content:
+        return {name: _prompt_of(entry) for name, entry in content.items()}
+    entries = content["annotations"] if isinstance(content, dict) else content
+    if not isinstance(entries, list):
+        raise TypeError(f"it holds a {type(entries).__name__}")
+    return [_prompt_of(entry) for entry in entries]
 
 
 def _prompt_of(entry: Any) -> str:

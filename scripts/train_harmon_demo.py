@@ -32,7 +32,7 @@ LLM_SIZES = dict(
 WARM_STARTS = dict(target="mar", draft="mar-draft")
 PRESET = dict(num_iter=64, num_inference_steps=100, guidance_scale=3.0, guidance_schedule="constant")
 DISTILLED_STEPS = 800  # in which the language model learns to say what the class says to the decoder of the class-conditional MAR
-NOISY_TIMESTEPS = (400, 850)  # of `clean_error`
+NOISY_TIMESTEPS, JUDGED = (600, 900), 16  # of `clean_error`, and how many tokens of an image it looks at
 PROMPT_DROP = 0.1
 SHOWN = (  # captions of the grid, and whether their emoji were held out; None: a caption that the data do not have
     ("red heart", None),
@@ -129,12 +129,13 @@ def initial_harmon(args):
 
 
 def clean_error(net, x_0, condition, generator):
-    """Squared error of the tokens (N, D) that the head makes of much noise, where they are guessed from the condition (N, Z).
+    """Squared error of the tokens (..., D) that the head makes of much noise, where they are guessed from the condition (..., Z).
 
     In MAR's loss, which weighs the noise's error, a whole caption is worth a hundredth; here it is worth most.
     """
     alphas_cumprod = cosine_schedule().alphas_cumprod
-    timesteps = torch.randint(*NOISY_TIMESTEPS, (len(x_0),), generator=generator)
+    timesteps = torch.randint(*NOISY_TIMESTEPS, x_0.shape[:-1], generator=generator).flatten()
+    x_0, condition = x_0.flatten(0, -2), condition.flatten(0, -2)
     signal = alphas_cumprod[timesteps, None].float()
     noise = torch.randn(x_0.shape, generator=generator)
     predicted = net(signal.sqrt() * x_0 + (1 - signal).sqrt() * noise, timesteps, condition).float()[:, : x_0.shape[1]]
@@ -174,14 +175,19 @@ def train(args):
         texts = [REQUEST.format(prompt=varied_caption(*captions[i], chance)) for i in chosen]
         requests = [NULL_REQUEST if drop else text for drop, text in zip(dropped, texts)]
         mask = random_mask(*tokens.shape[:2], g)
+        if step >= DISTILLED_STEPS and step % 4:
+            mask = torch.ones_like(mask)  # the caption has to tell everything
         with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
             encoded = decoder_input(model, tokens, mask, requests)
             if step < DISTILLED_STEPS:
                 vectors = torch.where(dropped[:, None], teacher.fake_latent, teacher.class_emb(data.labels[chosen]))
                 return (encoded.float() - teacher.forward_mae_encoder(tokens, mask, vectors).float()).square().mean()
             z = model.mar.forward_mae_decoder(encoded, mask)
-            loss = model.mar.denoising_loss(tokens, mask, z, g, 1)
-            return loss + clean_error(model.mar.diffloss.net, tokens[mask.bool()], z[mask.bool()], g)
+            if step % 4 == 0:
+                return model.mar.denoising_loss(tokens, mask, z, g, 2)
+            image = torch.arange(len(tokens))[:, None]
+            position = torch.rand(mask.shape, generator=g).argsort(1)[:, :JUDGED]
+            return clean_error(model.mar.diffloss.net, tokens[image, position], z[image, position], g)
 
     @torch.no_grad()
     def held_out_loss(model, step):
@@ -196,13 +202,13 @@ def train(args):
     evaluations = [0]
 
     def evaluate(model, step):
-        if evaluations[0] % 3 == 1 or step == args.steps:
+        if evaluations[0] % 2 == 1 or step == args.steps:
             pipeline = HarmonPipeline(model, vae, tokenizer, preset, clip_sample_range=CLIP_SAMPLE_RANGE)
             captioned_grid(pipeline, num_iter=16, num_inference_steps=50).save(out / f"samples-{step:06d}.png")
         evaluations[0] += 1
         return f"held-out loss {held_out_loss(model, step):.4f}"
 
-    fit(model, loss_fn, evaluate, out, steps=args.steps, lr=args.lr, weight_decay=0.02, ema_decay=args.ema, checkpoint_seconds=300)
+    fit(model, loss_fn, evaluate, out, steps=args.steps, lr=args.lr, weight_decay=0.02, ema_decay=args.ema, checkpoint_seconds=180)
 
 
 def captioned_grid(pipeline, columns=8, size=96, margin=40, **settings):

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from car_spec.bench import Contender, cspd, fewer_ar_steps, generators, labels
+from car_spec.bench import Contender, cspd, fewer_ar_steps, generators
 from car_spec.pipeline import MARPipeline, synchronise
 
 TABLES = ("alignment", "pre-filling", "guidance", "temperature", "comparison")
@@ -61,7 +61,7 @@ def measure(
     for table, setting, arguments in runs:
         start = time.perf_counter()
         trace = pipeline(
-            labels(pipeline, 0, images), generator=generators(seed, 0, images), sampler="cspd", output_type="latent", **arguments
+            pipeline.examples(0, images), generator=generators(seed, 0, images), sampler="cspd", output_type="latent", **arguments
         ).trace
         synchronise(pipeline.device)
         seconds = (time.perf_counter() - start) / images

@@ -285,17 +285,16 @@ class _Prompted(MARPipeline):
 
     def __init__(self, harmon: Any, preset: Preset, prompts: Any = None, grid: tuple[int, int] | None = None):
         super().__init__(harmon.mar, None, preset)
-        self.harmon, self.prompts, self.grid = harmon, prompts, grid
+        self.harmon, self.prompts = harmon, prompts
         if grid is not None:
-            self.num_tokens = math.prod(grid)
+            self.grid, self.num_tokens = grid, math.prod(grid)
 
     def _vectors(self, labels: torch.Tensor | None, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert labels is not None  # `sample` gives every image its prompt
         return labels[:, None], labels[:, None] + batch
 
-    def _adapter(self, settings: dict[str, Any]) -> MARAdapter:
-        chain = {name: settings[name] for name in ("num_inference_steps", "temperature")}
-        return HarmonAdapter(self.harmon, self.prompts, self.grid, **chain)
+    def _adapter(self, settings: dict[str, Any], labels: torch.Tensor) -> MARAdapter:
+        return HarmonAdapter(self.harmon, self.prompts, self.grid, **self._chain_settings(settings))
 
     def tokens(self, batch: int, generator: torch.Generator, settings: dict[str, Any], callback: Any) -> tuple[torch.Tensor, Trace]:
         rows = torch.arange(batch, device=self.device)

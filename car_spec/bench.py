@@ -93,10 +93,6 @@ def generators(seed: int, first: int, count: int) -> list[torch.Generator]:
     return [torch.Generator().manual_seed(image_seed(seed, i)) for i in range(first, first + count)]
 
 
-def labels(pipeline: MARPipeline, first: int, count: int) -> list[int]:
-    return [i % pipeline.num_classes for i in range(first, first + count)]
-
-
 def measure_speed(
     pipeline: MARPipeline, runs: Sequence[Contender], batch_size: int, repeats: int, seed: int, on_run: Callable[[], object]
 ) -> None:
@@ -106,7 +102,7 @@ def measure_speed(
             first = max(repeat, 0) * batch_size
             start = time.perf_counter()
             output = pipeline(
-                labels(pipeline, first, batch_size), generator=generators(seed, first, batch_size), output_type="pt", **run.settings
+                pipeline.examples(first, batch_size), generator=generators(seed, first, batch_size), output_type="pt", **run.settings
             )
             synchronise(pipeline.device)
             if repeat >= 0:
@@ -129,7 +125,7 @@ def measure_quality(
             size = min(batch_size, images - start)
             parts.append(
                 pipeline(
-                    labels(pipeline, start, size),
+                    pipeline.examples(start, size),
                     generator=generators(seed, first + start, size),
                     output_type="latent",
                     **settings,

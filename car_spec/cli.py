@@ -24,8 +24,10 @@ from car_spec.diffusion_bench import add_parser as add_diffusion_parser
 from car_spec.engine import DRAFTERS, LosslessSettings
 from car_spec.eval.cli import add_parsers as add_evaluation_parsers
 from car_spec.execution import Execution
+from car_spec.harmon_pipeline import HarmonPipeline
 from car_spec.parallel import MODES, RankError, Ranks, Shares, groups_of, started_by_torchrun
 from car_spec.pipeline import DEFAULT_SAMPLER, LAWS, SAMPLERS, MARPipeline, load_pipeline, model_file, vae_beside
+from car_spec.prompts import read_prompt_file
 from car_spec.runs import ImageSpec, Part, RunError, RunFolder, generate_images, image_spec, sha256_of
 from car_spec.trace import exchanged, report, summary
 
@@ -59,11 +61,13 @@ def model_flags(default: str | None) -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(add_help=False)
     group = flags.add_argument_group("model")
     group.add_argument(
-        "--model", default=default, help="a demo (demo, demo-draft, demo-xar), a checkpoint, its folder, or a hub id (default: demo)"
+        "--model", default=default, help="a demo (demo, demo-xar, demo-harmon), a checkpoint, its folder, or a hub id (default: demo)"
     )
     group.add_argument("--vae", help="autoencoder: kl16.ckpt or a diffusers folder (default: what lies beside the model)")
     group.add_argument("--weights", choices=["model_ema", "model"], help="copy of the weights (default: model_ema where there is one)")
     group.add_argument("--num-heads", type=int, help="attention heads, needed for sizes without a preset only")
+    group.add_argument("--tokenizer", help="Harmon: the folder of tokenizer.json (default: the model's)")
+    group.add_argument("--base", help="Harmon: the whole model under a --model that holds some of its parameters")
     return flags
 
 
@@ -83,9 +87,11 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--config", help="a recipe: a YAML file, or the name of one that is shipped; flags override it")
     what = generate.add_argument_group("what to make")
     what.add_argument("--classes", nargs="+", metavar="CLASS", help="ids or names; images go round them (default: all classes)")
-    what.add_argument("--num-images", type=int, help="how many images (default: one a class, at most 16)")
+    what.add_argument("--prompt", action="append", metavar="TEXT", help="Harmon: what to show; may be given again, images go round them")
+    what.add_argument("--prompts", type=Path, metavar="FILE", help="Harmon: prompts, a line each; or .json, .jsonl, COCO's captions")
+    what.add_argument("--num-images", type=int, help="how many images (default: one a prompt, or one a class and at most 16)")
     what.add_argument("--image-ids", metavar="IDS", help="make only these of the images, for instance 7 or 0-3,7")
-    what.add_argument("--image-size", type=int, help="refused unless the model makes this size; a check for recipes")
+    what.add_argument("--image-size", type=int, help="pixels a side; only Harmon has a choice, others refuse all sizes but their own")
     what.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     how = generate.add_argument_group("how (default: the model's preset)")
     how.add_argument("--num-iter", type=int, help="AR steps, 1 to the number of tokens")
@@ -137,7 +143,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     where.add_argument("--verbose", action="store_true", help="say how many network calls it took, and what verification did")
     where.add_argument("--plot", action="store_true", help="draw what verification accepted into speculation.png (lossless; matplotlib)")
-    where.add_argument("--columns", type=int, help="of the grid (default: the number of classes, at most 8)")
+    where.add_argument("--columns", type=int, help="of the grid (default: the number of classes or prompts, at most 8)")
     generate.set_defaults(run=run_generate)
 
     bench = commands.add_parser(
@@ -269,6 +275,8 @@ def recipe_flags(name: str, command: str, allowed: set[str]) -> list[str]:
     for key, value in values.items():
         if key == "aligned" and value is False:
             flags.append("--no-aligned")
+        elif key == "prompt":
+            flags += [f"--prompt={text}" for text in (value if isinstance(value, list) else [value])]
         elif value is not None and value is not False:
             given = [] if value is True else value if isinstance(value, list) else [value]
             flags += [f"--{key.replace('_', '-')}", *map(str, given)]
@@ -282,7 +290,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if getattr(args, "config", None):
         recipe = recipe_flags(args.config, args.command, set(vars(args)) - {"command", "run", "config", "folders"})
         given = list(sys.argv[1:] if argv is None else argv)
+        own = args
         args = parser.parse_args([given[0], *recipe, *given[1:]])
+        if args.command == "generate" and (own.prompt or own.prompts):  # a flag that may be repeated would add to the recipe's
+            args.prompt, args.prompts = own.prompt, own.prompts
     return args
 
 
@@ -334,16 +345,45 @@ def machine(device: torch.device) -> dict[str, Any]:
     return {"device": f"{device.type} ({platform.machine()})", "threads": torch.get_num_threads()}
 
 
-def choose_images(args: argparse.Namespace, pipeline: MARPipeline) -> tuple[list[int], list[ImageSpec]]:
-    """-> the classes of the run, and the images to make."""
-    classes = pipeline.class_ids(args.classes) if args.classes else list(range(pipeline.num_classes))
-    count = args.num_images if args.num_images is not None else min(len(classes), 16)
+def choose_labels(args: argparse.Namespace, pipeline: MARPipeline) -> Sequence[int | str]:
+    """The classes of the run, or its prompts."""
+    given = "--prompt" if args.prompt else "--prompts" if args.prompts else None
+    name = pipeline.preset.name
+    if not isinstance(pipeline, HarmonPipeline):
+        if given:
+            raise ValueError(f"{given} is for Harmon, --model {name} takes --classes")
+        return pipeline.class_ids(args.classes) if args.classes else list(range(pipeline.num_classes))
+    if args.classes:
+        raise ValueError(f"--classes {' '.join(args.classes)}: --model {name} has no classes, give --prompt or --prompts")
+    if args.prompt and args.prompts:
+        raise ValueError(f"--prompt and --prompts {args.prompts} are both given, but images follow one list")
+    if not given:
+        raise ValueError(f"--model {name} needs --prompt TEXT or --prompts FILE")
+    prompts = args.prompt or read_prompt_file(args.prompts)
+    return pipeline.check_prompts(list(prompts.values()) if isinstance(prompts, dict) else prompts)
+
+
+def choose_images(args: argparse.Namespace, pipeline: MARPipeline) -> tuple[Sequence[int | str], list[ImageSpec]]:
+    """-> the classes or prompts of the run, and the images to make."""
+    labels = choose_labels(args, pipeline)
+    default = len(labels) if isinstance(pipeline, HarmonPipeline) else min(len(labels), 16)
+    count = args.num_images if args.num_images is not None else default
     if count < 1:
         raise ValueError(f"--num-images {count} is below 1")
     ids = parse_ids(args.image_ids) if args.image_ids is not None else list(range(count))
     if args.image_ids is not None and args.num_images is not None and ids[-1] >= count:
         raise ValueError(f"--image-ids {args.image_ids} goes beyond --num-images {count}")
-    return classes, [image_spec(i, classes, args.seed) for i in ids]
+    return labels, [image_spec(i, labels, args.seed) for i in ids]
+
+
+def what_is_shown(pipeline: MARPipeline, labels: Sequence[int | str]) -> dict[str, Any]:
+    """For the manifest: the classes, or the prompts with what decides beside the model how they are read, and the image size."""
+    if not isinstance(pipeline, HarmonPipeline):
+        return {"classes": labels}
+    assert pipeline.source is not None  # load_pipeline sets it
+    files = {"tokenizer": pipeline.source.tokenizer, "base": pipeline.source.base}
+    own = {f"{name}_sha256": sha256_of(file) for name, file in files.items() if file is not None}
+    return {"prompts": labels, **own, "image_size": pipeline.image_size}
 
 
 def run_generate(args: argparse.Namespace) -> None:
@@ -368,6 +408,8 @@ def generate(args: argparse.Namespace, device: torch.device, execution: Executio
         vae=args.vae,
         weights=args.weights,
         num_heads=args.num_heads,
+        tokenizer=args.tokenizer,
+        base=args.base,
         image_size=args.image_size,
         draft=args.draft,
         device=device,
@@ -375,7 +417,7 @@ def generate(args: argparse.Namespace, device: torch.device, execution: Executio
     )
     pipeline.set_execution(execution)
     sampling = pipeline.settings(**{name: getattr(args, name) for name in SAMPLING})
-    classes, specs = choose_images(args, pipeline)
+    labels, specs = choose_images(args, pipeline)
     part = divide_work(args, pipeline, sampling, ranks, -(-len(specs) // args.batch_size))
     if sampling.get("lookahead") == "auto":
         size = min(args.batch_size, len(specs))
@@ -392,7 +434,7 @@ def generate(args: argparse.Namespace, device: torch.device, execution: Executio
         "weights": pipeline.source.copy,
         **({"draft_sha256": sha256_of(pipeline.draft.source.model)} if pipeline.draft and pipeline.draft.source else {}),
         "vae_sha256": sha256_of(pipeline.source.vae),
-        "classes": classes,
+        **what_is_shown(pipeline, labels),
         "seed": args.seed,
         **sampling,
         "dtype": args.dtype,
@@ -425,7 +467,7 @@ def generate(args: argparse.Namespace, device: torch.device, execution: Executio
     if traces:
         took = report(traces)
         folder.add_report(took)
-    grid = folder.write_grid(specs, args.columns or min(len(classes), len(specs), 8))
+    grid = folder.write_grid(specs, args.columns or min(len(labels), len(specs), 8))
     already = f", {len(specs) - made} were there already" if made < len(specs) else ""
     print(f"{made} images made{already}: {args.out}\ngrid: {grid}")
     if args.plot and traces:
@@ -486,6 +528,8 @@ def run_bench(args: argparse.Namespace) -> None:
         vae=args.vae,
         weights=args.weights,
         num_heads=args.num_heads,
+        tokenizer=args.tokenizer,
+        base=args.base,
         draft=args.draft,
         device=device,
         dtype=DTYPES[args.dtype],
@@ -528,7 +572,14 @@ def run_ablate(args: argparse.Namespace) -> None:
         check_at_least(name, getattr(args, name), least)
     check_quality_images("--quality-images", args.quality_images)
     pipeline = load_pipeline(
-        args.model, vae=args.vae, weights=args.weights, num_heads=args.num_heads, draft=args.draft, device=choose_device(args.device)
+        args.model,
+        vae=args.vae,
+        weights=args.weights,
+        num_heads=args.num_heads,
+        tokenizer=args.tokenizer,
+        base=args.base,
+        draft=args.draft,
+        device=choose_device(args.device),
     )
     base = {name: getattr(args, name) for name in ("num_iter", "num_inference_steps", "guidance_scale") if getattr(args, name) is not None}
     whole = pipeline.settings(sampler="cspd", **base)
@@ -585,16 +636,15 @@ def run_info(args: argparse.Namespace) -> None:
     if identify(checkpoint.state) == "vae":
         return
     try:
-        vae_path = resolve(args.vae, "--vae") if args.vae else vae_beside(file)
+        inside = any(name.startswith("vae.") for name in checkpoint.state)  # a Harmon's
+        vae_path = resolve(args.vae, "--vae") if args.vae else file if inside else vae_beside(file)
     except ValueError as missing:
         vae_path = None
         print(f"autoencoder: {missing}")
     else:
         print(f"autoencoder: {vae_path}")
     pipeline = bare_pipeline(checkpoint, args.num_heads, load_vae(vae_path) if vae_path else None)
-    if pipeline is None:
-        print("samplers: lossless and sequential, from Python (docs/harmon.md)")
-        return
+    assert pipeline is not None  # `describe` refused what is no model
     if pipeline.vae is not None:
         print(f"image size: {pipeline.image_size}")
     if args.draft:

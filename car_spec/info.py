@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from typing import Any
 
-from car_spec.models.harmon import HarmonConfig, infer_harmon_config, qwen_values
+from car_spec.harmon_pipeline import HarmonPipeline
+from car_spec.models.harmon import HarmonConfig, infer_harmon_config, load_harmon, qwen_values
 from car_spec.models.loading import Checkpoint, CheckpointError, identify, infer_mar_config, infer_xar_config, load_mar, load_xar
 from car_spec.models.mar import MARConfig
 from car_spec.models.presets import PRESETS, Preset
 from car_spec.models.xar import XARConfig
-from car_spec.pipeline import DEFAULT_SAMPLER, LAWS, SAMPLERS, MARPipeline
+from car_spec.pipeline import DEFAULT_SAMPLER, LAWS, SAMPLERS, MARPipeline, preset_of
 from car_spec.xar_pipeline import XARPipeline
 
 NAMES = {
@@ -89,12 +90,15 @@ def samplers(pipeline: MARPipeline) -> Iterator[tuple[str, str]]:
 
 
 def bare_pipeline(checkpoint: Checkpoint, num_heads: int | None = None, vae: Any = None) -> MARPipeline | None:
-    """A pipeline to ask which settings it takes, with an autoencoder or without; None for a network that has none of its own."""
+    """A pipeline to ask which settings it takes, with an autoencoder or without; None for what is no model."""
     kind = identify(checkpoint.state)
+    clip = checkpoint.metadata.get("clip_sample_range")
+    if kind == "harmon":
+        harmon = load_harmon(checkpoint, num_heads=num_heads)
+        mar = harmon.config.mar
+        return HarmonPipeline(harmon, vae, None, preset_of(checkpoint, kind, mar, mar.num_tokens), clip_sample_range=clip)
     if kind not in ("mar", "xar"):
         return None
     network: Any = (load_xar if kind == "xar" else load_mar)(checkpoint, num_heads=num_heads)
-    name = checkpoint.path.stem
-    preset = PRESETS.get((kind, network.config.width)) or Preset(name, network.config.num_heads, network.config.num_tokens)
-    clip = checkpoint.metadata.get("clip_sample_range")
+    preset = preset_of(checkpoint, kind, network.config, network.config.num_tokens)
     return (XARPipeline if kind == "xar" else MARPipeline)(network, vae, preset, clip_sample_range=clip)

@@ -24,6 +24,7 @@ from car_spec.trace import Trace
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL
 
+    from car_spec.models.loading import Checkpoint
     from car_spec.models.mar import MAR
 
 DEMO_FOLDER = Path(__file__).parent / "demo"
@@ -32,6 +33,8 @@ DEMO_MODELS = {
     "demo-draft": "mar-draft.safetensors",
     "demo-xar": "xar.safetensors",
     "demo-xar-draft": "xar-draft.safetensors",
+    "demo-harmon": "harmon",
+    "demo-harmon-draft": "harmon-draft",
 }
 LOSSLESS_SETTINGS = ("lookahead", "window", "final_tolerance", "token_wise", "drafter")
 CSPD_SETTINGS = ("variant", "draft_length", "prefill", "aligned")
@@ -68,6 +71,8 @@ class WeightsSource:
     model: Path
     copy: str
     vae: Path
+    tokenizer: Path | None = None
+    base: Path | None = None
 
 
 def image_seed(seed: int, image_id: int) -> int:
@@ -96,9 +101,10 @@ class MARPipeline:
         self.source = source
         self.model, self.vae, self.preset = model, vae, preset
         self.clip_sample_range = clip_sample_range
-        self.num_classes = model.config.num_classes
+        config = self.mar.config
+        self.num_classes = config.num_classes
         self.class_names = list(class_names) if class_names else None
-        self.num_tokens, token_dim = model.config.num_tokens, model.config.token_dim
+        self.num_tokens, token_dim = config.num_tokens, config.token_dim
         channels = vae.config.latent_channels if vae is not None else latent_channels or token_dim
         self.draft: MARPipeline | None = None  # drafts where `drafter="model"`
         self.execution = Execution()
@@ -107,8 +113,9 @@ class MARPipeline:
         self.patch_size = math.isqrt(token_dim // channels)
         if self.patch_size == 0 or channels * self.patch_size**2 != token_dim:
             raise ValueError(f"--vae has {channels} latent channels, which do not fit the {token_dim} numbers a token of --model")
-        stride = 2 ** (len(vae.config.block_out_channels) - 1) if vae is not None else 1
-        self.image_size = math.isqrt(self.num_tokens) * self.patch_size * stride
+        scaling = 2 ** (len(vae.config.block_out_channels) - 1) if vae is not None else 1
+        self.stride = self.patch_size * scaling  # pixels a token side
+        self.grid = (math.isqrt(self.num_tokens),) * 2  # rows and columns of tokens
 
     def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> "MARPipeline":
         """Move the networks. dtype is that of the transformer and its head; the autoencoder stays in float32, as do densities."""
@@ -133,7 +140,7 @@ class MARPipeline:
         pairs = {
             "as kind of network": (type(self.model).__name__, type(draft.model).__name__),
             "tokens": (self.num_tokens, draft.num_tokens),
-            "numbers a token": (self.model.config.token_dim, draft.model.config.token_dim),
+            "numbers a token": (self.mar.config.token_dim, draft.mar.config.token_dim),
             "classes": (self.num_classes, draft.num_classes),
             "as clip_sample_range": (self.clip_sample_range, draft.clip_sample_range),
             "as latent scale": (self.latent_scale, draft.latent_scale),
@@ -152,8 +159,25 @@ class MARPipeline:
         return self.vae.config.scaling_factor if self.vae is not None else None
 
     @property
+    def mar(self) -> "MAR":
+        """The network of tokens, where `model` holds more than that."""
+        return self.model
+
+    @property
     def device(self) -> torch.device:
-        return self.model.z_proj.weight.device
+        return self.mar.z_proj.weight.device
+
+    @property
+    def image_size(self) -> int:
+        """Height in pixels, and width where the grid of tokens is square."""
+        return self.grid[0] * self.stride
+
+    def examples(self, first: int, count: int) -> list[Any]:
+        """What images `first`, `first` + 1, ... of a benchmark show: the classes in turn."""
+        return [i % self.num_classes for i in range(first, first + count)]
+
+    def _pilot(self, count: int) -> torch.Tensor:
+        return torch.arange(count, device=self.device) * (self.num_classes // count)
 
     def class_ids(self, class_labels: Sequence[int | str]) -> list[int]:
         """Ids or names -> ids, checked on the host before any kernel sees them."""
@@ -234,13 +258,12 @@ class MARPipeline:
             return settings | {name: getattr(LosslessSettings, name) for name in LOSSLESS_SETTINGS if settings.get(name) == "auto"}
         key = (batch_size, *sorted(settings.items()))
         if key not in self.tuned:
-            pilot = torch.arange(PILOT_IMAGES, device=self.device) * (self.num_classes // PILOT_IMAGES)
-            adapter, steps = self._problem([torch.Generator().manual_seed(i) for i in range(PILOT_IMAGES)], settings)
+            pilot = self._pilot(PILOT_IMAGES)
+            adapter, steps = self._problem([torch.Generator().manual_seed(i) for i in range(PILOT_IMAGES)], settings, pilot)
             best = tune(
                 adapter,
                 steps,
-                self.model.class_vectors(pilot, PILOT_IMAGES),
-                self.model.class_vectors(None, PILOT_IMAGES),
+                *self._vectors(pilot, PILOT_IMAGES),
                 LosslessSettings(**{name: settings[name] for name in LOSSLESS_SETTINGS if settings[name] != "auto"}),
                 batch_size,
                 WINDOWS if settings["window"] == "auto" else (settings["window"],),
@@ -294,10 +317,6 @@ class MARPipeline:
         sequential sampler.
         Whatever is None takes the model's preset. Raises ValueError for a setting out of range and NonFiniteImageError.
         """
-        if output_type not in OUTPUT_TYPES:
-            raise ValueError(f"output_type {output_type!r} is none of {', '.join(OUTPUT_TYPES)}")
-        if self.vae is None and output_type != "latent":
-            raise ValueError(f"output_type {output_type!r} needs an autoencoder, and this pipeline has none")
         settings = self.settings(
             num_iter=num_iter,
             num_inference_steps=num_inference_steps,
@@ -327,16 +346,24 @@ class MARPipeline:
             raise ValueError(
                 "there is nothing to sample: class_labels is empty" if labels is not None else f"num_images {batch} is below 1"
             )
+        return self._sample(labels, batch, settings, generator, output_type, callback)
+
+    def _sample(self, labels: Any, batch: int, settings: dict, generator, output_type: str, callback) -> ImagePipelineOutput:
+        """The images of a batch. labels: what `_vectors` takes, classes (B,) or None."""
+        if output_type not in OUTPUT_TYPES:
+            raise ValueError(f"output_type {output_type!r} is none of {', '.join(OUTPUT_TYPES)}")
+        if self.vae is None and output_type != "latent":
+            raise ValueError(f"output_type {output_type!r} needs an autoencoder, and this pipeline has none")
         settings = self.tune(batch, settings)
         tokens, trace = self._sample_tokens(labels, self._image_generators(generator, batch), settings, callback)
-        latents = unpatchify(tokens, self.patch_size)  # (B, C, h, w)
+        latents = unpatchify(tokens, self.patch_size, self.grid[0])  # (B, C, h, w)
         return ImagePipelineOutput(latents if output_type == "latent" else self._finish(latents, output_type), trace, settings)
 
     _image_generators = staticmethod(image_generators)
 
     def _sample_tokens(self, labels, generators, settings, callback) -> tuple[torch.Tensor, Trace]:
         batch = len(generators)
-        adapter, steps = self._problem(generators, settings)
+        adapter, steps = self._problem(generators, settings, labels)
         vectors, nulls = self._vectors(labels, batch)
         trace = Trace(batch, self.num_tokens)
         noise = Noise(generators, torch.arange(batch, device=self.device))
@@ -368,30 +395,26 @@ class MARPipeline:
         if self.shares is not None:
             self.shares.require_agreement(tokens)
 
-    def _vectors(self, labels: torch.Tensor | None, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _vectors(self, labels: Any, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What the adapter's `conditions` takes for a label, and for none, a row an image: class vectors (B, W)."""
-        return self.model.class_vectors(labels, batch), self.model.class_vectors(None, batch)
+        return self.mar.class_vectors(labels, batch), self.mar.class_vectors(None, batch)
 
-    def _draft_model(self, labels: torch.Tensor | None, batch: int, settings: dict) -> DraftModel:
+    def _draft_model(self, labels: Any, batch: int, settings: dict) -> DraftModel:
         assert self.draft is not None  # `settings` refused it
-        adapter, _ = self.draft._problem([], settings)
-        return DraftModel(adapter, *self.draft._vectors(labels, batch))
+        return DraftModel(self.draft._adapter(settings, labels), *self.draft._vectors(labels, batch))
 
-    def _adapter(self, settings: dict) -> MARAdapter:
-        return MARAdapter(
-            self.model,
-            num_inference_steps=settings["num_inference_steps"],
-            temperature=settings["temperature"],
-            clip_sample_range=self.clip_sample_range,
-            run=self.execution.run_head,
-        )
+    def _adapter(self, settings: dict, labels: Any) -> MARAdapter:
+        return MARAdapter(self.mar, **self._chain_settings(settings))
 
-    def _problem(self, generators: list[torch.Generator], settings: dict) -> tuple[MARAdapter, list[ARStep]]:
+    def _chain_settings(self, settings: dict) -> dict[str, Any]:
+        own = {name: settings[name] for name in ("num_inference_steps", "temperature")}
+        return own | {"clip_sample_range": self.clip_sample_range, "run": self.execution.run_head}
+
+    def _problem(self, generators: list[torch.Generator], settings: dict, labels: Any) -> tuple[MARAdapter, list[ARStep]]:
         """The adapter of a run, and the AR steps of a batch with an order drawn for each image."""
-        orders = [torch.randperm(self.num_tokens, generator=g) for g in generators]
-        adapter = self._adapter(settings)
-        stacked = torch.stack(orders).to(self.device) if orders else torch.zeros(0, self.num_tokens, dtype=torch.int64, device=self.device)
-        return adapter, adapter.ar_steps(stacked, settings["num_iter"], settings["guidance_scale"], settings["guidance_schedule"])
+        orders = torch.stack([torch.randperm(self.num_tokens, generator=g) for g in generators]).to(self.device)
+        adapter = self._adapter(settings, labels)
+        return adapter, adapter.ar_steps(orders, settings["num_iter"], settings["guidance_scale"], settings["guidance_schedule"])
 
     @staticmethod
     def _check_finite(values: torch.Tensor) -> None:
@@ -434,17 +457,20 @@ def load_pipeline(
     num_heads: int | None = None,
     image_size: int | None = None,
     draft: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    base: str | Path | None = None,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> MARPipeline:
-    """Load a model, MAR or xAR, and its autoencoder.
+    """Load a model, MAR, xAR or Harmon, and its autoencoder -> `MARPipeline`, `XARPipeline` or `HarmonPipeline`.
 
     model: one of `DEMO_MODELS`, a checkpoint file, a folder with one, or a hub id (organisation/name, or with /file behind it).
     vae: the same for the autoencoder (`kl16.ckpt`, or a folder saved by diffusers). None looks for `vae` and `kl16.ckpt`
     beside the model, and in the two folders above it. weights: `model_ema` (taken when None, where there is one) or `model`.
-    num_heads: only for sizes without a preset. image_size: refused where it is not the model's, before any weight is
-    copied. draft: a model of the same tokens that may draft (`drafter="model"`). dtype: of the transformers and their heads.
-    Raises CheckpointError (a ValueError) in one sentence.
+    num_heads: only for sizes without a preset. image_size: refused where it is not the model's; Harmon makes any that is made of whole
+    tokens. draft: a model of the same tokens that may draft (`drafter="model"`). dtype: of the transformers and their heads.
+    tokenizer and base are Harmon's: the folder of `tokenizer.json` (None: that of the model or its base), and a whole model under one that
+    holds some of the parameters. Raises CheckpointError (a ValueError) in one sentence.
     """
     from car_spec.models.loading import identify, load_mar, load_xar, read_checkpoint, resolve
     from car_spec.models.vae import load_vae
@@ -452,24 +478,32 @@ def load_pipeline(
 
     file = model_file(model)
     checkpoint = read_checkpoint(file, weights)
-    kind = "xar" if identify(checkpoint.state) == "xar" else "mar"
-    network: Any = (load_xar if kind == "xar" else load_mar)(checkpoint, num_heads=num_heads)
-    own_num_iter = network.config.num_cells if kind == "xar" else network.config.num_tokens
-    vae_path = resolve(vae, "--vae") if vae is not None else vae_beside(file)
-    stored = checkpoint.metadata.get("preset")
-    preset = Preset(**stored) if stored else PRESETS.get((kind, network.config.width))
-    pipeline = (XARPipeline if kind == "xar" else MARPipeline)(
-        network,
-        load_vae(vae_path),
-        preset or Preset(name=file.stem, num_heads=network.config.num_heads, num_iter=own_num_iter),
-        clip_sample_range=checkpoint.metadata.get("clip_sample_range"),
-        class_names=checkpoint.metadata.get("class_names") or imagenet_class_names(network.config.num_classes),
-        source=WeightsSource(file, checkpoint.copy, vae_path),
-    )
-    if image_size not in (None, pipeline.image_size):
-        raise ValueError(f"--image-size {image_size}: {pipeline.preset.name} makes {pipeline.image_size} only")
+    kind = identify(checkpoint.state)
+    pipeline: MARPipeline
+    if kind == "harmon" or base is not None:
+        from car_spec.harmon_pipeline import load_harmon_pipeline
+
+        pipeline = load_harmon_pipeline(checkpoint, base=base, vae=vae, tokenizer=tokenizer, num_heads=num_heads, image_size=image_size)
+    else:
+        if tokenizer is not None:
+            raise ValueError(f"--tokenizer {tokenizer} is for Harmon, but {file} holds a network of {kind or 'no known kind'}")
+        network: Any = (load_xar if kind == "xar" else load_mar)(checkpoint, num_heads=num_heads)
+        own_num_iter = network.config.num_cells if kind == "xar" else network.config.num_tokens
+        vae_path = resolve(vae, "--vae") if vae is not None else vae_beside(file)
+        pipeline = (XARPipeline if kind == "xar" else MARPipeline)(
+            network,
+            load_vae(vae_path),
+            preset_of(checkpoint, kind or "mar", network.config, own_num_iter),
+            clip_sample_range=checkpoint.metadata.get("clip_sample_range"),
+            class_names=checkpoint.metadata.get("class_names") or imagenet_class_names(network.config.num_classes),
+            source=WeightsSource(file, checkpoint.copy, vae_path),
+        )
+        if image_size not in (None, pipeline.image_size):
+            raise ValueError(f"--image-size {image_size}: {pipeline.preset.name} makes {pipeline.image_size} only")
     if draft is not None:
-        pipeline.set_draft(load_pipeline(draft, vae=vae_path, num_heads=num_heads))
+        assert pipeline.source is not None  # set above
+        size = pipeline.image_size if kind == "harmon" or base is not None else None
+        pipeline.set_draft(load_pipeline(draft, vae=pipeline.source.vae, num_heads=num_heads, image_size=size))
     return pipeline.to(device, dtype)
 
 
@@ -477,7 +511,14 @@ def model_file(model: str | Path, flag: str = "--model") -> Path:
     """The name of a demo, a file, a folder or a hub id -> the file."""
     from car_spec.models.loading import find_file, resolve
 
-    return DEMO_FOLDER / DEMO_MODELS[str(model)] if str(model) in DEMO_MODELS else find_file(resolve(model, flag))
+    return find_file(DEMO_FOLDER / DEMO_MODELS[str(model)] if str(model) in DEMO_MODELS else resolve(model, flag))
+
+
+def preset_of(checkpoint: "Checkpoint", kind: str, config: Any, num_iter: int) -> Preset:
+    """From the file's own metadata, or the table of released sizes, or plain defaults. config: of the network of tokens."""
+    stored = checkpoint.metadata.get("preset")
+    known = Preset(**stored) if stored else PRESETS.get((kind, config.width))
+    return known or Preset(name=checkpoint.path.stem, num_heads=config.num_heads, num_iter=num_iter)
 
 
 def vae_beside(file: Path) -> Path:

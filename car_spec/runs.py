@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from car_spec.models.loading import INDEX_NAMES, shards_of
 from car_spec.parallel import Ranks
 from car_spec.pipeline import MARPipeline, NonFiniteImageError, image_seed
 from car_spec.trace import Trace
@@ -32,7 +33,7 @@ class ImageSpec:
     """One image of a run. Label and seed are functions of the id alone, so it can be made again by itself."""
 
     id: int
-    label: int
+    label: int | str  # the class, or the prompt
     seed: int
 
     @property
@@ -40,15 +41,19 @@ class ImageSpec:
         return f"{self.id:06d}.png"
 
 
-def image_spec(image_id: int, classes: Sequence[int], seed: int) -> ImageSpec:
-    """Labels go round the classes, so that N images hold each class N / len(classes) times, the first ones once more."""
+def image_spec(image_id: int, classes: Sequence[int | str], seed: int) -> ImageSpec:
+    """Labels go round the classes (or prompts), so that N images hold each N / len(classes) times, the first ones once more."""
     return ImageSpec(image_id, classes[image_id % len(classes)], image_seed(seed, image_id))
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file, or of all files of a folder in the order of their names."""
-    digest = hashlib.sha256()
-    for file in sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]:
+    """Of a file, of an index and the files that it lists, or of all files of a folder in the order of their names."""
+    digest, files = hashlib.sha256(), [path]
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.is_file())
+    elif path.name in INDEX_NAMES:
+        files += [path.parent / name for name in shards_of(path)]
+    for file in files:
         with open(file, "rb") as content:
             while chunk := content.read(2**24):
                 digest.update(chunk)
@@ -113,8 +118,11 @@ class RunFolder:
         earlier = json.loads(manifest.read_text()) if manifest.exists() else {}
         images = {image["id"]: image for image in earlier.get("images", [])}
         for spec in specs:
-            name = {"class": names[spec.label]} if names else {}
-            images[spec.id] = {"id": spec.id, "file": spec.file, "label": spec.label, **name, "seed": spec.seed}
+            if isinstance(spec.label, str):
+                shown: dict[str, Any] = {"prompt": spec.label}
+            else:
+                shown = {"label": spec.label} | ({"class": names[spec.label]} if names else {})
+            images[spec.id] = {"id": spec.id, "file": spec.file, **shown, "seed": spec.seed}
         content = {"settings": self.settings, "environment": environment, "images": [images[i] for i in sorted(images)]}
         self._write_manifest(content | {"runs": earlier.get("runs", [])})
 

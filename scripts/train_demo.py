@@ -340,15 +340,15 @@ def train_xar(args):
     )
 
 
-def pack(args, stage, name, metadata):
-    """The average of a stage as it ships: float16 safetensors whose header holds what shapes cannot tell."""
+def pack(args, stage, name, metadata, without=()):
+    """The average of a stage as it ships: float16 safetensors whose header holds what shapes cannot tell. without: keys left out."""
     from safetensors.torch import save_file
 
     from car_spec.models.loading import METADATA_KEY
 
     state = torch.load(args.out / stage / "checkpoint-last.pth", map_location="cpu", weights_only=True)
-    weights = {key: value.half() for key, value in state["model_ema"].items()}
-    metadata = dict(class_names=demo_classes(args.data), copy="model_ema", **metadata)
+    weights = {key: value.half() for key, value in state["model_ema"].items() if key not in without}
+    metadata = dict(copy="model_ema", **metadata)
     path = args.package / f"{name}.safetensors"
     save_file(weights, path, {METADATA_KEY: json.dumps(metadata)})
     path.chmod(0o644)
@@ -360,7 +360,7 @@ def export_xar(args):
     for stage, name in (("xar-target", "xar"), ("xar-draft", "xar-draft")):
         heads = XAR_SIZES[stage]["num_heads"]
         preset = dict(name="demo-xar" if stage == "xar-target" else "demo-xar-draft", num_heads=heads, **XAR_PRESET)
-        pack(args, stage, name, dict(num_heads=heads, num_cells=4, preset=preset))
+        pack(args, stage, name, dict(class_names=demo_classes(args.data), num_heads=heads, num_cells=4, preset=preset))
 
 
 def export(args):
@@ -370,7 +370,8 @@ def export(args):
     for stage, name in (("target", "mar"), ("draft", "mar-draft")):
         heads = MAR_SIZES[stage]["num_heads"]
         preset = dict(name="demo" if stage == "target" else "demo-draft", num_heads=heads, **DEMO_PRESET)
-        pack(args, stage, name, dict(num_heads=heads, clip_sample_range=CLIP_SAMPLE_RANGE, preset=preset))
+        metadata = dict(class_names=demo_classes(args.data), num_heads=heads, clip_sample_range=CLIP_SAMPLE_RANGE, preset=preset)
+        pack(args, stage, name, metadata)
     AutoencoderKL.from_pretrained(args.out / "vae" / "ema").save_pretrained(args.package / "vae")
     config = args.package / "vae" / "config.json"
     values = json.loads(config.read_text())

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,6 +90,37 @@ def harmon_golden():
 def golden_harmon() -> Harmon:
     """The networks of Harmon's golden numbers, with their weights."""
     return load_harmon(Checkpoint(Path("harmon_tiny.pth"), "flat", golden_state("harmon_tiny"), {"llm": HARMON_LLM}), num_heads=4)
+
+
+CHARACTERS = [chr(i) for i in range(32, 127)] + ["\n"]
+
+
+@pytest.fixture(scope="session")
+def tokenizer_file(tmp_path_factory):
+    """One token a character and one for each of the template's marks; it pads on the left and truncates, as some files do."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in ("<|im_start|>", "<|im_end|>")])
+    tokenizer.enable_padding(direction="left", length=40)
+    tokenizer.enable_truncation(30)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.fixture(scope="session")
+def harmon_folder(tmp_path_factory, tokenizer_file, tiny_vae) -> Path:
+    """The golden Harmon in transformers' layout, as the demo ships, with tokenizer and autoencoder inside."""
+    folder = tmp_path_factory.mktemp("harmon")
+    preset = {"name": "tiny-harmon", "num_heads": 4, "num_iter": 4, "num_inference_steps": 6, "guidance_scale": 2.0}
+    metadata = {"num_heads": 4, "clip_sample_range": 3.0, "preset": preset}
+    save_file(golden_state("harmon_tiny"), folder / "model.safetensors", {METADATA_KEY: json.dumps(metadata)})
+    (folder / "config.json").write_text(json.dumps({"model_type": "harmon", "llm": {"hidden_size": 32} | HARMON_LLM}))
+    shutil.copy(tokenizer_file, folder)
+    tiny_vae.save_pretrained(folder / "vae")
+    return folder
 
 
 @pytest.fixture

@@ -130,7 +130,7 @@ def test_info_needs_no_autoencoder_and_looks_at_a_draft(tiny_file, tmp_path, cap
     assert code == 0 and "autoencoder: --vae is missing" in out and "image size" not in out
     assert "--sampler cspd: yes; law of the images: approximate" in out and "--drafter model: yes" in out
     code, _, err = run(capsys, "info", alone, "--draft", "demo")
-    assert code == 2 and "--draft mar has 64 tokens, --model alone has 16" in err
+    assert code == 2 and "--draft demo has 64 tokens, --model tiny has 16" in err
 
 
 def test_info_knows_harmon_and_refuses_what_it_does_not_know(tmp_path, capsys):
@@ -143,7 +143,7 @@ def test_info_knows_harmon_and_refuses_what_it_does_not_know(tmp_path, capsys):
     save_file(golden_state("harmon_tiny"), tmp_path / "harmon.safetensors", {METADATA_KEY: json.dumps(metadata)})
     code, out, _ = run(capsys, "info", tmp_path / "harmon.safetensors")
     assert code == 0 and "network: Harmon (Wu et al. 2025)" in out
-    assert "language model: width 32, 4 heads, 2 blocks, 128 words" in out and "samplers: lossless and sequential" in out
+    assert "language model: width 32, 4 heads, 2 blocks, 128 words" in out and "--sampler lossless: yes, the default" in out
     save_file({"x": torch.zeros(2)}, tmp_path / "other.safetensors")
     code, out, err = run(capsys, "info", tmp_path / "other.safetensors")
     assert code == 2 and "holds no model that car_spec knows: x ..." in err

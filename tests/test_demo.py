@@ -1,5 +1,6 @@
 """The shipped weights: they load as any checkpoint does, are small, and make images of their classes."""
 
+import re
 import runpy
 from dataclasses import replace
 from pathlib import Path
@@ -31,10 +32,10 @@ FOLDER = Path(car_spec.__file__).parent / "demo"
 def test_the_shipped_files_are_small_and_name_no_machine():
     files = [path for path in FOLDER.rglob("*") if path.is_file()]
     assert {"mar.safetensors", "mar-draft.safetensors", "README.md", "samples.png"} <= {path.name for path in files}
-    assert sum(path.stat().st_size for path in files) < 30e6
+    assert sum(path.stat().st_size for path in files) < 45e6
     for path in files:
         if path.suffix == ".json":
-            assert '"/' not in path.read_text()  # an absolute path
+            assert not re.search(r'"/\w', path.read_text())  # an absolute path
 
 
 def test_target_and_draft_have_the_promised_sizes(demo):

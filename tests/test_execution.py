@@ -23,7 +23,7 @@ def test_the_flag_compiles_the_head_and_the_blocks(tiny_pipeline, monkeypatch):
     blocks = [*tiny_pipeline.model.encoder_blocks, *tiny_pipeline.model.decoder_blocks]
     assert [function for function, _ in compiled] == [run_head, *blocks]
     assert all(options == {"dynamic": True} for _, options in compiled)
-    assert tiny_pipeline._adapter(tiny_pipeline.settings()).head.run is tiny_pipeline.execution.run_head
+    assert tiny_pipeline._adapter(tiny_pipeline.settings(), None).head.run is tiny_pipeline.execution.run_head
 
 
 @pytest.mark.slow

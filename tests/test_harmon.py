@@ -31,7 +31,7 @@ from car_spec.models.harmon import (
     pad_right,
     rollback,
 )
-from car_spec.models.loading import METADATA_KEY, Checkpoint, CheckpointError, read_checkpoint
+from car_spec.models.loading import Checkpoint, CheckpointError, read_checkpoint
 from car_spec.models.presets import PRESETS
 from car_spec.models.vae import load_vae
 from car_spec.noise import Noise
@@ -91,6 +91,20 @@ def test_reading_prompt_and_image_in_one_pass_gives_the_same(golden_harmon, harm
         read = golden_harmon.proj_in(encoded[i : i + 1].roll(-4, 1))  # the buffer's 4 slots go last
         hidden = golden_harmon.llm.model(inputs_embeds=torch.cat([words, read], 1)).last_hidden_state[:, len(IDS[name]) :]
         torch.testing.assert_close(out[i], (encoded[i] + golden_harmon.proj_out(hidden.roll(4, 1)))[0], **NETWORK)
+
+
+def test_texts_read_in_one_pass_with_the_image_give_the_same_with_gradients(golden_harmon, prompts):
+    ids, text_mask = pad_right([IDS["A"], IDS["B"], IDS["U"]])
+    tokens = torch.randn(3, 16, 4, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(3, 16)
+    mask[0, [3, 7, 8]] = 0
+    mask[2, ::2] = 0
+    encoded = golden_harmon.encode(tokens, mask).requires_grad_()
+    out = golden_harmon.continue_texts(encoded, mask, ids, text_mask)
+    real = torch.arange(out.shape[1]) < 4 + (mask == 0).sum(1, keepdim=True)
+    torch.testing.assert_close(out[real], golden_harmon.continue_prompts(encoded, mask, prompts, torch.arange(3))[real], **NETWORK)
+    (gradient,) = torch.autograd.grad(out[real].sum(), encoded)
+    assert gradient[real].abs().amin(-1).gt(0).any() and gradient.isfinite().all()
 
 
 def test_rows_with_different_numbers_of_known_tokens_do_not_disturb_each_other(golden_harmon, prompts):
@@ -392,23 +406,6 @@ def test_other_models_are_named(tmp_path, tiny_mar):
 
 # --- prompts
 
-CHARACTERS = [chr(i) for i in range(32, 127)] + ["\n"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer_file(tmp_path_factory):
-    """One token a character and one for each of the template's marks; it pads on the left and truncates, as some files do."""
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in ("<|im_start|>", "<|im_end|>")])
-    tokenizer.enable_padding(direction="left", length=40)
-    tokenizer.enable_truncation(30)
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    tokenizer.save(str(path))
-    return path
-
 
 @pytest.fixture(scope="module")
 def tokenizer(tokenizer_file):
@@ -638,25 +635,6 @@ def test_p26_other_sizes_are_sampled_on_interpolated_tables(golden_harmon, promp
 
 
 # --- lossless sampling
-
-
-def test_the_example_of_the_documentation_runs(tmp_path, tokenizer_file):
-    metadata = {METADATA_KEY: json.dumps({"num_heads": 4, "llm": HARMON_LLM})}  # as in files that we write
-    save_file(golden_state("harmon_tiny"), tmp_path / "tiny.safetensors", metadata)
-    page = (Path(__file__).parents[1] / "docs" / "harmon.md").read_text()
-    program = page.split("```python\n")[1].split("```")[0]
-    for shown, small in (
-        ("harmon_0.5b.pth", str(tmp_path / "tiny.safetensors")),
-        ("Qwen2.5-0.5B-Instruct", str(tokenizer_file.parent)),
-        ("(512, 512)", "(64, 96)"),
-        ("num_iter=64", "num_iter=4"),
-        ("num_inference_steps=100", "num_inference_steps=4"),
-    ):
-        assert shown in program
-        program = program.replace(shown, small)
-    names: dict = {}
-    exec(program, names)
-    assert names["latents"].shape == (2, 4, 4, 6) and names["latents"].isfinite().all()
 
 
 IMAGES, STEPS = 2000, 6

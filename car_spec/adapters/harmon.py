@@ -68,22 +68,32 @@ class Reading(NamedTuple):
     null_rows: torch.Tensor  # (B, 1)
 
 
+def tokenize_texts(model: Harmon, tokenizer: Any, texts: Sequence[str], grid: tuple[int, int] | None = None) -> list[list[int]]:
+    """Token ids of the different ones of some texts, in the order in which they come, and behind them the unconditional prompt's.
+
+    Raises ValueError for a text that leaves no room for the image in the model's context.
+    """
+    different = list(dict.fromkeys(texts))
+    ids = tokenize(tokenizer, [*(REQUEST.format(prompt=text) for text in different), NULL_REQUEST])
+    num_tokens = math.prod(grid) if grid else model.config.mar.num_tokens
+    numbers = {text: i for i, text in reversed(list(enumerate(texts)))}
+    for text, row in zip([*different, NULL_REQUEST], ids):
+        check_room(model, num_tokens, len(row), f"prompt {numbers.get(text, 'of guidance')} has {len(row)} tokens, its template included")
+    return ids
+
+
 def read_texts(model: Harmon, tokenizer: Any, texts: str | Sequence[str], grid: tuple[int, int] | None = None) -> Reading:
     """One text an image. Each different text is read once, and so is the unconditional prompt, which all images share.
 
     Raises ValueError for a text that is empty or none, and for one that leaves no room for the image in the model's context.
     """
     texts = check_prompts(texts)
-    different = list(dict.fromkeys(texts))
-    ids = tokenize(tokenizer, [*(REQUEST.format(prompt=text) for text in different), NULL_REQUEST])
-    num_tokens = math.prod(grid) if grid else model.config.mar.num_tokens
-    for text, row in zip([*different, NULL_REQUEST], ids):
-        index = texts.index(text) if text in texts else "of guidance"
-        check_room(model, num_tokens, len(row), f"prompt {index} has {len(row)} tokens, its template included")
+    ids = tokenize_texts(model, tokenizer, texts, grid)
     device = model.mar.mask_token.device
     prompts = model.read_prompts(*(x.to(device) for x in pad_right(ids)))
-    rows = torch.tensor([[different.index(text)] for text in texts], device=device)
-    return Reading(prompts, rows, torch.full_like(rows, len(different)))
+    row_of = {text: row for row, text in enumerate(dict.fromkeys(texts))}
+    rows = torch.tensor([[row_of[text]] for text in texts], device=device)
+    return Reading(prompts, rows, torch.full_like(rows, len(row_of)))
 
 
 def grid_of(image_size: tuple[int, int], stride: int) -> tuple[int, int]:

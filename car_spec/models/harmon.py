@@ -156,13 +156,31 @@ class Harmon(nn.Module):
         with fewer known tokens are padded at the end, which causal attention keeps out of sight.
         """
         own = prompts.of(rows)
-        order = self._buffer_last(encoded.shape[1], mask)[..., None]  # (B, L, 1)
-        read = self.proj_in(encoded)
-        read = read.gather(1, order.expand_as(read))
-        real = torch.ones(read.shape[:2], dtype=torch.bool, device=read.device)
-        attended = torch.cat([own.mask, real], 1).long()  # (B, P + L)
+        order, read = self._to_read(encoded, mask)  # (B, L, 1), (B, L, H)
+        attended = torch.cat([own.mask, torch.ones_like(order[..., 0], dtype=torch.bool)], 1).long()  # (B, P + L)
         positions = own.mask.sum(1, keepdim=True) + torch.arange(read.shape[1], device=read.device)  # (B, L)
         output = extend(self.llm.model, own.cache, embeddings=read, attention_mask=attended, positions=positions)
+        return self._add_what_was_read(encoded, order, output)
+
+    def continue_texts(self, encoded: torch.Tensor, mask: torch.Tensor, ids: torch.Tensor, text_mask: torch.Tensor) -> torch.Tensor:
+        """`continue_prompts` of prompts that are read in the same pass, which lets gradients through: ids (B, P) and their mask, padded at
+        the end, one prompt a row.
+        """
+        order, read = self._to_read(encoded, mask)
+        words, length = self.llm.model.embed_tokens(ids), torch.arange(read.shape[1], device=read.device)
+        attended = torch.cat([text_mask.bool(), torch.ones_like(order[..., 0], dtype=torch.bool)], 1).long()  # (B, P + L)
+        positions = torch.cat([torch.arange(ids.shape[1], device=ids.device).expand_as(ids), text_mask.sum(1, keepdim=True) + length], 1)
+        both = torch.cat([words.to(read.dtype), read], 1)
+        output = self.llm.model(inputs_embeds=both, attention_mask=attended, position_ids=positions, use_cache=False)
+        return self._add_what_was_read(encoded, order, output.last_hidden_state[:, ids.shape[1] :])
+
+    def _to_read(self, encoded: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> where the language model's inputs lie in `encoded` (B, L, 1), and the inputs (B, L, H)."""
+        order = self._buffer_last(encoded.shape[1], mask)[..., None]
+        read = self.proj_in(encoded)
+        return order, read.gather(1, order.expand_as(read))
+
+    def _add_what_was_read(self, encoded: torch.Tensor, order: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         hidden = torch.zeros_like(output).scatter(1, order.expand_as(output), output)  # buffer first again
         return encoded + self.proj_out(hidden)
 

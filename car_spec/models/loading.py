@@ -104,11 +104,16 @@ def read_checkpoint(path: Path, weights: str | None = None) -> Checkpoint:
     return Checkpoint(path, copy, tensors)
 
 
-def _read_shards(index: Path, weights: str | None) -> Checkpoint:
+def shards_of(index: Path) -> list[str]:
+    """The names of the files that an index lists."""
     try:
-        names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+        return sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{index} is no index of a checkpoint: it has no weight_map") from None
+
+
+def _read_shards(index: Path, weights: str | None) -> Checkpoint:
+    names = shards_of(index)
     state: dict[str, torch.Tensor] = {}
     for name in names:
         if Path(name).name != name or Path(name).suffix not in SUFFIXES or not (index.parent / name).exists():

@@ -150,17 +150,19 @@ class MAR(nn.Module):
     ) -> torch.Tensor:
         """Training loss of tokens (B, N, D) with labels (B,), averaged over the masked tokens.
 
-        The share of masked tokens follows a normal law around 1 with std 0.25, cut to [0.7, 1] (Li et al. 2024, section 4.2);
         `label_drop` of the rows see `fake_latent`; each token meets `repeats` noise levels for one pass of the backbone.
         """
-        batch, count, _ = tokens.shape
-        masked = math.ceil(count * truncated_mask_share(generator))
-        order = torch.rand(batch, count, generator=generator).argsort(1)  # a random permutation a row
-        mask = (order < masked).to(tokens)  # (B, N), `masked` ones a row
-        dropped = torch.rand(batch, 1, generator=generator) < label_drop
+        mask = random_mask(tokens.shape[0], tokens.shape[1], generator).to(tokens)  # (B, N)
+        dropped = torch.rand(len(tokens), 1, generator=generator) < label_drop
         vectors = torch.where(dropped.to(tokens.device), self.fake_latent, self.class_emb(labels))
 
         z = self.forward_mae_decoder(self.forward_mae_encoder(tokens, mask, vectors), mask)  # (B, N, W)
+        return self.denoising_loss(tokens, mask, z, generator, repeats)
+
+    def denoising_loss(
+        self, tokens: torch.Tensor, mask: torch.Tensor, z: torch.Tensor, generator: torch.Generator, repeats: int
+    ) -> torch.Tensor:
+        """The head's loss of the masked tokens, given their conditions z (B, N, W)."""
         chosen = mask.bool()
         target, condition = tokens[chosen].repeat(repeats, 1), z[chosen].repeat(repeats, 1)
         return self.diffloss(target, condition, generator).mean()
@@ -181,6 +183,16 @@ def run_block(block: Any, x: torch.Tensor, attention_mask: torch.Tensor | None) 
     attended = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask)
     x = x + attn.proj(attended.transpose(1, 2).flatten(2))
     return x + block.mlp(block.norm2(x))
+
+
+def random_mask(batch: int, count: int, generator: torch.Generator) -> torch.Tensor:
+    """(B, N) of a training step, with as many ones in every row.
+
+    Their share follows a normal law around 1 with std 0.25, cut to [0.7, 1] (Li et al. 2024, section 4.2).
+    """
+    masked = math.ceil(count * truncated_mask_share(generator))
+    order = torch.rand(batch, count, generator=generator).argsort(1)  # a random permutation a row
+    return (order < masked).float()
 
 
 def truncated_mask_share(generator: torch.Generator) -> float:

@@ -14,6 +14,7 @@ class Preset:
     guidance_scale: float = 1.0
     guidance_schedule: str = "linear"
     temperature: float = 1.0
+    image_size: int | None = None  # pixels a side; None: what the position tables were learned for
 
 
 # Li et al. 2024 and Ren et al. 2025 (xAR), READMEs of the releases: the settings of their tables of results;
@@ -25,8 +26,8 @@ PRESETS = {
     ("xar", 768): Preset("xar_base", num_heads=12, num_iter=4, num_inference_steps=40, guidance_scale=2.7),
     ("xar", 1024): Preset("xar_large", num_heads=16, num_iter=4, num_inference_steps=50, guidance_scale=2.3),
     ("xar", 1280): Preset("xar_huge", num_heads=16, num_iter=4, num_inference_steps=50, guidance_scale=2.2),
-    ("harmon", 768): Preset("harmon_0.5b", num_heads=12, num_iter=64, guidance_scale=3.0, guidance_schedule="constant"),
-    ("harmon", 1280): Preset("harmon_1.5b", num_heads=16, num_iter=64, guidance_scale=3.0, guidance_schedule="constant"),
+    ("harmon", 768): Preset("harmon_0.5b", num_heads=12, num_iter=64, guidance_scale=3.0, guidance_schedule="constant", image_size=512),
+    ("harmon", 1280): Preset("harmon_1.5b", num_heads=16, num_iter=64, guidance_scale=3.0, guidance_schedule="constant", image_size=512),
 }
 
 # Attention heads of Qwen2.5-0.5B and 1.5B by hidden size, from their public configurations

@@ -597,16 +597,19 @@ def run_ablate(args: argparse.Namespace) -> None:
     quality_batches = -(-args.quality_images // QUALITY_BATCH)
     total = len(runs) + contenders * len(sizes) * (args.repeats + 1) + (contenders + 1 if sizes else 0) * quality_batches
     with tqdm(total=total, desc="ablate", file=sys.stderr) as bar:
+        print(title)
         measured = ablation.measure(pipeline, runs, args.images, args.seed, bar.update)
-        for size, others in comparison.items():
+        ablation.print_tables(measured)
+        args.out.mkdir(parents=True, exist_ok=True)
+        done: dict[int, list[bench.Contender]] = {}
+        for size, others in comparison.items():  # shown and written as they come: the next size may take an hour
             bench.measure_speed(pipeline, others, size, args.repeats, args.seed, bar.update)
+            bench.print_table(others, f"comparison, batch {size}")
+            done[size] = others
+            ablation.write_json(measured, done, title, args.out / "ablation.json")
         if sizes and args.quality_images:
             bench.measure_quality(pipeline, comparison[sizes[-1]], args.quality_images, QUALITY_BATCH, args.seed + 1, bar.update)
-    print(title)
-    ablation.print_tables(measured)
-    for size, others in comparison.items():
-        bench.print_table(others, f"comparison, batch {size}")
-    args.out.mkdir(parents=True, exist_ok=True)
+            bench.print_table(comparison[sizes[-1]], f"comparison with quality, batch {sizes[-1]}")
     ablation.write_json(measured, comparison, title, args.out / "ablation.json")
     print(f"figures: {args.out / 'ablation.json'}")
     plots: list[tuple[str, Callable[[Path], None]]] = []

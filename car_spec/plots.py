@@ -67,8 +67,9 @@ def plot_batches(comparison: dict[int, list["Contender"]], path: Path) -> None:
         axes.plot(list(comparison), [runs[i].median_seconds for runs in comparison.values()], style, label=run.name)
     axes.set(xscale="log", yscale="log", xlabel="images at a time", ylabel="seconds an image (median)")
     axes.set_xticks(list(comparison), [str(size) for size in comparison])
+    axes.xaxis.set_minor_locator(pyplot.NullLocator())
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

@@ -4,7 +4,6 @@ Plain results on stdout, progress and warnings on stderr.
 """
 
 import argparse
-import importlib.util
 import os
 import platform
 import sys
@@ -24,10 +23,12 @@ from car_spec.diffusion_bench import add_parser as add_diffusion_parser
 from car_spec.engine import DRAFTERS, LosslessSettings
 from car_spec.eval.cli import add_parsers as add_evaluation_parsers
 from car_spec.execution import Execution
+from car_spec.flags import check_at_least, check_quality_images, choose_device, require
 from car_spec.harmon_pipeline import HarmonPipeline
 from car_spec.parallel import MODES, RankError, Ranks, Shares, groups_of, started_by_torchrun
 from car_spec.pipeline import DEFAULT_SAMPLER, LAWS, SAMPLERS, MARPipeline, load_pipeline, model_file, vae_beside
 from car_spec.prompts import read_prompt_file
+from car_spec.recipes import recipe_flags
 from car_spec.runs import ImageSpec, Part, RunError, RunFolder, generate_images, image_spec, sha256_of
 from car_spec.trace import exchanged, report, summary
 
@@ -36,7 +37,6 @@ CPU_HINT = (
     "a CPU is full with a few images at a time: --lookahead auto measures what is fastest, at the price of other images on other machines"
 )
 QUALITY_BATCH = 64  # images at a time for the quality columns
-RECIPES = Path(__file__).parent / "configs"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SAMPLING = (
     "num_iter",
@@ -215,72 +215,8 @@ def add_execution_flags(parser: Any) -> None:
     parser.add_argument("--cuda-graphs", action="store_true", help="replay small calls of MAR's head as CUDA graphs; needs a CUDA device")
 
 
-def require(what: str, *packages: str) -> None:
-    for package in packages:
-        if importlib.util.find_spec(package) is None:
-            raise ValueError(f"{what} needs the package {package}: pip install 'car-spec[bench]'")
-
-
-def check_at_least(name: str, given: int | Sequence[int], least: int) -> None:
-    for value in [given] if isinstance(given, int) else given:
-        if value < least:
-            raise ValueError(f"--{name.replace('_', '-')} {value} is below {least}")
-
-
-def check_quality_images(flag: str, images: int) -> None:
-    if 0 < images < 16:
-        raise ValueError(f"{flag} {images} is too few for a comparison: give 0 or at least 16")
-
-
 def number_or_auto(text: str) -> int | str:
     return text if text == "auto" else int(text)
-
-
-def read_recipe(name: str) -> dict[str, Any]:
-    """A recipe's values, by flag name; those of the recipe it `extends` where it has none of its own."""
-    import yaml
-
-    path = Path(name)
-    if not path.exists():
-        path = RECIPES / f"{name.removesuffix('.yaml')}.yaml"
-        if not path.exists():
-            known = ", ".join(sorted(p.stem for p in RECIPES.glob("*.yaml")))
-            raise ValueError(f"--config {name}: there is no such file, and the shipped recipes are {known}")
-    try:
-        values = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"--config {path} is not YAML: {str(error).splitlines()[0]}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"--config {path} holds a {type(values).__name__}, not names with values")
-    values = {key.replace("-", "_"): value for key, value in values.items()}
-    return read_recipe(values.pop("extends")) | values if "extends" in values else values
-
-
-def recipe_flags(name: str, command: str, allowed: set[str]) -> list[str]:
-    """A recipe as flags: evaluate takes its section `evaluate` and the number of images, generate all but that section.
-
-    Unknown names are refused, so that a misspelt one cannot pass in silence.
-    """
-    values = read_recipe(name)
-    section = values.pop("evaluate", None) or {}
-    if not isinstance(section, dict):
-        raise ValueError(f"--config {name} has evaluate: {section}, not names with values")
-    if command == "evaluate":
-        section = {key.replace("-", "_"): value for key, value in section.items()}
-        values = {key: value for key, value in values.items() if key == "num_images"} | section
-    unknown = sorted(set(values) - allowed)
-    if unknown:
-        raise ValueError(f"--config {name} has {', '.join(unknown)}, which {command} does not know")
-    flags: list[str] = []
-    for key, value in values.items():
-        if key == "aligned" and value is False:
-            flags.append("--no-aligned")
-        elif key == "prompt":
-            flags += [f"--prompt={text}" for text in (value if isinstance(value, list) else [value])]
-        elif value is not None and value is not False:
-            given = [] if value is True else value if isinstance(value, list) else [value]
-            flags += [f"--{key.replace('_', '-')}", *map(str, given)]
-    return flags
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -306,24 +242,6 @@ def parse_ids(text: str) -> list[int]:
             raise ValueError(f"--image-ids {text}: {part!r} is neither a number nor a range like 0-3")
         ids += range(int(first), int(last or first) + 1)
     return sorted(set(ids))
-
-
-def choose_device(name: str) -> torch.device:
-    if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    if "," in name:
-        raise ValueError(f"--device {name} names several devices, but a process uses one: start one for each with torchrun")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"--device {name} is no device of this torch") from None
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from None
-    return device
 
 
 def device_of_process(device: torch.device) -> torch.device:
@@ -387,8 +305,7 @@ def what_is_shown(pipeline: MARPipeline, labels: Sequence[int | str]) -> dict[st
 
 
 def run_generate(args: argparse.Namespace) -> None:
-    if args.batch_size < 1:
-        raise ValueError(f"--batch-size {args.batch_size} is below 1")
+    check_at_least("batch_size", args.batch_size, 1)
     if args.plot:
         require("--plot", "matplotlib")
     if args.parallel and "WORLD_SIZE" not in os.environ:

@@ -14,6 +14,7 @@ import torch
 import car_spec
 from car_spec.bench import Contender, measure_quality, measure_speed, write_json
 from car_spec.diffusion_pipeline import AcceleratedDDPM, DiffusionSettings, sample_sequentially, sample_speculatively
+from car_spec.flags import check_at_least, check_quality_images, choose_device
 from car_spec.noise import Noise
 from car_spec.trace import Trace
 
@@ -159,8 +160,6 @@ def add_parser(commands: Any) -> None:
 
 def run_bench(args: argparse.Namespace) -> None:
     from tqdm import tqdm
-
-    from car_spec.cli import check_at_least, check_quality_images, choose_device
 
     for name, least in (("batch_size", 1), ("repeats", 1), ("images", 0), ("steps", 2)):
         check_at_least(name, getattr(args, name), least)

@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 
 from car_spec.adapters.mar import MARAdapter
-from car_spec.cli import DTYPES, add_execution_flags, choose_device, machine
+from car_spec.cli import DTYPES, add_execution_flags, machine
 from car_spec.execution import Execution
+from car_spec.flags import choose_device
 from car_spec.models.mar import MAR, MARConfig
 from car_spec.models.presets import PRESETS
 from car_spec.pipeline import synchronise

@@ -6,8 +6,9 @@ import pytest
 import torch
 from PIL import Image
 
-from car_spec.cli import RECIPES, main, parse, parse_ids
+from car_spec.cli import main, parse, parse_ids
 from car_spec.pipeline import NonFiniteImageError
+from car_spec.recipes import RECIPES
 from car_spec.runs import RunFolder, image_grid, image_spec
 
 

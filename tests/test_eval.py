@@ -7,11 +7,12 @@ import pytest
 import torch
 from PIL import Image
 
-from car_spec.cli import RECIPES, main, parse, read_recipe
+from car_spec.cli import main, parse
 from car_spec.eval.features import create_extractor, extract, open_image, same_size_batches
 from car_spec.eval.folders import image_files, label_policy, real_images
 from car_spec.eval.scores import count_warning, inception_score, kernel_distance, precision_recall
 from car_spec.eval.statistics import Statistics, StatisticsError, load_statistics, save_statistics
+from car_spec.recipes import RECIPES, read_recipe
 
 LITE = ["--extractor", "efficientnet-lite0"]
 

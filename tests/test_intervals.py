@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from car_spec.eval.features import EXTRACTORS, Features
-from car_spec.eval.folders import pairing
+from car_spec.eval.folders import pairing, read_manifest
 from car_spec.eval.intervals import FLOOR, Interval, compare, draw, subset_size
 from car_spec.eval.scores import names
 from car_spec.eval.statistics import Statistics
@@ -94,7 +94,8 @@ def test_folders_pair_where_names_and_labels_agree(tmp_path):
         (tmp_path / name).mkdir()
         images = [{"file": f"{i}.png", "label": label, "seed": hash(name)} for i, label in enumerate(labels)]
         (tmp_path / name / "manifest.json").write_text(json.dumps({"settings": {}, "environment": {}, "images": images}))
-        return pairing(tmp_path / name, [tmp_path / name / image["file"] for image in images])
+        path = tmp_path / name
+        return pairing(path, [path / image["file"] for image in images], read_manifest(path))
 
     assert folder("a", [0, 1, 2]) == folder("b", [0, 1, 2])
     assert folder("c", [0, 2, 1]) != folder("d", [0, 1, 2]) != folder("e", [0, 1])

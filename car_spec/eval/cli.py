@@ -19,6 +19,8 @@ from car_spec.eval.protocol import about_folder, check_folder, deviations, versi
 from car_spec.eval.report import as_json, print_tables
 from car_spec.eval.scores import FULL, METRICS, count_warning, names, score
 from car_spec.eval.statistics import Statistics, load_statistics, save_statistics
+from car_spec.flags import check_at_least, choose_device
+from car_spec.recipes import read_recipe
 from car_spec.runs import sha256_of
 
 Images = Sequence[Path] | Sequence[np.ndarray]
@@ -84,8 +86,6 @@ class _Reader:
     """What scores are calculated from, with one extractor or CLIP model, and a progress bar each."""
 
     def __init__(self, args: argparse.Namespace, extractor: bool = True, clip_model: bool = False):
-        from car_spec.cli import choose_device
-
         self.batch_size, self.device, self.resize = args.batch_size, choose_device(args.device), args.resize
         self.clip = clip.load_clip(args.clip_model, self.device) if clip_model else None
         self.module = create_extractor(args.extractor, args.inception_weights, self.device) if extractor else None
@@ -105,9 +105,8 @@ class _Reader:
 
 def check_reading(args: argparse.Namespace) -> None:
     for name in ("batch_size", "resize"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value} is below 1")
+        if getattr(args, name) is not None:
+            check_at_least(name, getattr(args, name), 1)
 
 
 def run_stats(args: argparse.Namespace) -> None:
@@ -175,7 +174,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
     with tqdm(total=args.subsets, desc="subsets", file=sys.stderr) as bar:
         comparison = compare(
             sets,
-            {str(folder): pairing(folder, files[str(folder)]) for folder in folders},
+            {str(folder): pairing(folder, files[str(folder)], manifests[str(folder)]) for folder in folders},
             counts | ({FLOOR: len(real_files)} if real_files is not None else {}),
             reference,
             real,
@@ -201,8 +200,7 @@ def check_flags(args: argparse.Namespace) -> list[str]:
     """What can be refused without looking at any file -> the metrics."""
     metrics = args.metrics.split(",")
     check_reading(args)
-    if args.subsets < 2:
-        raise ValueError(f"--subsets {args.subsets} is below 2")
+    check_at_least("subsets", args.subsets, 2)
     for metric in metrics:
         if metric not in METRICS:
             raise ValueError(f"--metrics {metric} is none of {', '.join(METRICS)}")
@@ -218,8 +216,6 @@ def check_flags(args: argparse.Namespace) -> list[str]:
 
 def read_protocol(config: str | None) -> dict[str, Any]:
     """How a recipe makes images, without its section about scores."""
-    from car_spec.cli import read_recipe
-
     return {name: value for name, value in read_recipe(config).items() if name != "evaluate"} if config else {}
 
 

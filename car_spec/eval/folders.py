@@ -96,9 +96,8 @@ def check_images_per_class(folder: Path, manifest: dict[str, Any] | None, each: 
             raise ValueError(f"--images-per-class {each}: {folder} has {count} images of class {label}")
 
 
-def pairing(folder: Path, files: Sequence[Path]) -> tuple:
+def pairing(folder: Path, files: Sequence[Path], manifest: dict[str, Any] | None) -> tuple:
     """Folders with the same value hold the same images but for sampler and seed: names, labels and prompts agree one by one."""
-    manifest = read_manifest(folder)
     if manifest is None:
         return tuple(str(file.relative_to(folder)) for file in files)
     return tuple(sorted((image["file"], image.get("label"), image.get("prompt")) for image in manifest["images"]))

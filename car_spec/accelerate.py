@@ -5,7 +5,6 @@ shared, not copied: every call looks at them anew, so the sampler follows whatev
 `torch.autocast` the networks run in its dtype, and what is decided from their output in float32.
 """
 
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from car_spec.adapters.harmon import HarmonAdapter
-from car_spec.adapters.mar import MARAdapter
+from car_spec.adapters.harmon import Reading
 from car_spec.models.presets import PRESETS, Preset
+from car_spec.noise import image_generators
 from car_spec.pipeline import SAMPLERS, MARPipeline
 from car_spec.schedule import respaced_timesteps
 from car_spec.trace import Trace
@@ -280,27 +279,6 @@ class XARSampler(_Sampler):
             return self._latents(label, bsz, guidance_scale=cfg, num_inference_steps=num_steps, callback=callback)
 
 
-class _Prompted(MARPipeline):
-    """MAR's pipeline around Harmon: a label is the row of a prompt that the language model has read; null prompts follow behind."""
-
-    def __init__(self, harmon: Any, preset: Preset, prompts: Any = None, grid: tuple[int, int] | None = None):
-        super().__init__(harmon.mar, None, preset)
-        self.harmon, self.prompts = harmon, prompts
-        if grid is not None:
-            self.grid, self.num_tokens = grid, math.prod(grid)
-
-    def _vectors(self, labels: torch.Tensor | None, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        assert labels is not None  # `sample` gives every image its prompt
-        return labels[:, None], labels[:, None] + batch
-
-    def _adapter(self, settings: dict[str, Any], labels: torch.Tensor) -> MARAdapter:
-        return HarmonAdapter(self.harmon, self.prompts, self.grid, **self._chain_settings(settings))
-
-    def tokens(self, batch: int, generator: torch.Generator, settings: dict[str, Any], callback: Any) -> tuple[torch.Tensor, Trace]:
-        rows = torch.arange(batch, device=self.device)
-        return self._sample_tokens(rows, self._image_generators(generator, batch), settings, callback)
-
-
 class HarmonSampler(_Sampler):
     """In the place of a Harmon of Wu et al. 2025. Arguments go by name."""
 
@@ -309,7 +287,9 @@ class HarmonSampler(_Sampler):
             raise ValueError("draft is for MAR and xAR: Harmon drafts for itself")
         if self.options.get("lookahead") == "auto":
             raise ValueError("lookahead 'auto' is for MAR: Harmon takes a number")
-        return _Prompted(network.ours, self._preset(network))
+        from car_spec.harmon_pipeline import HarmonPipeline
+
+        return HarmonPipeline(network.ours, None, None, self._preset(network))
 
     @torch.no_grad()
     def sample(
@@ -329,20 +309,23 @@ class HarmonSampler(_Sampler):
         input_ids and attention_mask (B, P), padded on the right; with cfg other than 1 they are (2 B, P), prompts first and then as many
         unconditional ones. image_shape: rows and columns of tokens; None takes the grid that was learned.
         """
+        from car_spec.harmon_pipeline import HarmonPipeline, ReadTexts
+
         rows, guided = len(input_ids), cfg != 1
         if guided and rows % 2:
             raise ValueError(f"cfg {cfg} needs an unconditional prompt for each prompt, but input_ids has {rows} rows, an odd number")
         self._follow()
-        harmon = self.network.ours
-        side = math.isqrt(harmon.config.mar.num_tokens)
-        grid = (side, side) if image_shape is None else (image_shape[0], image_shape[1])
+        harmon, batch = self.network.ours, rows // 2 if guided else rows
+        pipeline = HarmonPipeline(harmon, None, None, self.pipeline.preset).sized(*(image_shape or (None, None)))  # a token is a pixel here
+        own = torch.arange(batch, device=self.network.device)[:, None]  # (B, 1); the unconditional prompts follow behind
         with torch.autocast(self.network.device.type, enabled=False), _bar(num_iter, progress) as callback:
-            pipeline = _Prompted(harmon, self.pipeline.preset, harmon.read_prompts(input_ids, attention_mask), grid)
+            labels = ReadTexts([], Reading(harmon.read_prompts(input_ids, attention_mask), own, own + batch))
             self.settings = pipeline.settings(
                 **self.options, num_iter=num_iter, guidance_scale=cfg, guidance_schedule=cfg_schedule, temperature=temperature
             )
-            tokens, self.trace = pipeline.tokens(rows // 2 if guided else rows, self.generator, self.settings, callback)
-        return self.network.model.decode(tokens.unflatten(1, grid).to(harmon.proj_in[0].weight.dtype))
+            generators = image_generators(self.generator, batch)
+            tokens, self.trace = pipeline._sample_tokens(labels, generators, self.settings, callback)
+        return self.network.model.decode(tokens.unflatten(1, pipeline.grid).to(harmon.proj_in[0].weight.dtype))
 
 
 @contextmanager

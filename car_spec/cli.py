@@ -26,7 +26,7 @@ from car_spec.execution import Execution
 from car_spec.flags import check_at_least, check_quality_images, choose_device, require
 from car_spec.harmon_pipeline import HarmonPipeline
 from car_spec.parallel import MODES, RankError, Ranks, Shares, groups_of, started_by_torchrun
-from car_spec.pipeline import DEFAULT_SAMPLER, LAWS, SAMPLERS, MARPipeline, load_pipeline, model_file, vae_beside
+from car_spec.pipeline import DEFAULT_SAMPLER, LAWS, SAMPLERS, SETTINGS, MARPipeline, load_pipeline, model_file, vae_beside
 from car_spec.prompts import read_prompt_file
 from car_spec.recipes import recipe_flags
 from car_spec.runs import ImageSpec, Part, RunError, RunFolder, generate_images, image_spec, sha256_of
@@ -38,22 +38,7 @@ CPU_HINT = (
 )
 QUALITY_BATCH = 64  # images at a time for the quality columns
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SAMPLING = (
-    "num_iter",
-    "num_inference_steps",
-    "guidance_scale",
-    "guidance_schedule",
-    "temperature",
-    "sampler",
-    "lookahead",
-    "window",
-    "final_tolerance",
-    "drafter",
-    "variant",
-    "draft_length",
-    "prefill",
-    "aligned",
-)
+SAMPLING = tuple(name for name in SETTINGS if name != "token_wise")  # which is for comparisons, and has no flag
 
 
 def model_flags(default: str | None) -> argparse.ArgumentParser:
@@ -210,6 +195,17 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def load(args: argparse.Namespace, device: torch.device, **more: Any) -> MARPipeline:
+    """The pipeline of a command's model flags."""
+    flags = {name: getattr(args, name) for name in ("vae", "weights", "num_heads", "tokenizer", "base", "draft")}
+    return load_pipeline(args.model, device=device, **flags, **more)
+
+
+def given_flags(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Those of the flags that were given."""
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
 def add_execution_flags(parser: Any) -> None:
     parser.add_argument("--compile", action="store_true", help="torch.compile of the head and of the backbone's blocks")
     parser.add_argument("--cuda-graphs", action="store_true", help="replay small calls of MAR's head as CUDA graphs; needs a CUDA device")
@@ -320,18 +316,7 @@ def run_generate(args: argparse.Namespace) -> None:
 def generate(args: argparse.Namespace, device: torch.device, execution: Execution, ranks: Ranks) -> None:
     from tqdm import tqdm
 
-    pipeline = load_pipeline(
-        args.model,
-        vae=args.vae,
-        weights=args.weights,
-        num_heads=args.num_heads,
-        tokenizer=args.tokenizer,
-        base=args.base,
-        image_size=args.image_size,
-        draft=args.draft,
-        device=device,
-        dtype=DTYPES[args.dtype],
-    )
+    pipeline = load(args, device, image_size=args.image_size, dtype=DTYPES[args.dtype])
     pipeline.set_execution(execution)
     sampling = pipeline.settings(**{name: getattr(args, name) for name in SAMPLING})
     labels, specs = choose_images(args, pipeline)
@@ -440,21 +425,10 @@ def run_bench(args: argparse.Namespace) -> None:
     device = choose_device(args.device)
     execution = Execution(args.compile, args.cuda_graphs)
     execution.check(device)
-    pipeline = load_pipeline(
-        args.model,
-        vae=args.vae,
-        weights=args.weights,
-        num_heads=args.num_heads,
-        tokenizer=args.tokenizer,
-        base=args.base,
-        draft=args.draft,
-        device=device,
-        dtype=DTYPES[args.dtype],
-    )
+    pipeline = load(args, device, dtype=DTYPES[args.dtype])
     pipeline.set_execution(execution)
-    given = {name: getattr(args, name) for name in ("num_iter", "num_inference_steps", "guidance_scale")}
-    base = {name: value for name, value in given.items() if value is not None}
-    own = {name: getattr(args, name) for name in ("lookahead", "window") if getattr(args, name) is not None}
+    base = given_flags(args, "num_iter", "num_inference_steps", "guidance_scale")
+    own = given_flags(args, "lookahead", "window")
     runs = bench.contenders(pipeline, base, own, args.batch_size)
     if args.only:
         runs = runs[:1] + [run for run in runs[1:] if any(text in run.name for text in args.only)]
@@ -488,17 +462,8 @@ def run_ablate(args: argparse.Namespace) -> None:
     for name, least in (("images", 1), ("repeats", 1), ("batch_sizes", 1), ("quality_images", 0)):
         check_at_least(name, getattr(args, name), least)
     check_quality_images("--quality-images", args.quality_images)
-    pipeline = load_pipeline(
-        args.model,
-        vae=args.vae,
-        weights=args.weights,
-        num_heads=args.num_heads,
-        tokenizer=args.tokenizer,
-        base=args.base,
-        draft=args.draft,
-        device=choose_device(args.device),
-    )
-    base = {name: getattr(args, name) for name in ("num_iter", "num_inference_steps", "guidance_scale") if getattr(args, name) is not None}
+    pipeline = load(args, choose_device(args.device))
+    base = given_flags(args, "num_iter", "num_inference_steps", "guidance_scale")
     whole = pipeline.settings(sampler="cspd", **base)
     runs = [run for variant in args.variant for run in ablation.settings_of(base, whole["num_iter"], variant) if run[0] in args.tables]
     sizes = sorted(set(args.batch_sizes)) if "comparison" in args.tables else []

@@ -69,6 +69,12 @@ class NoiseTable(NamedTuple):
         table = noise.normal(num_tokens, num_steps, token_dim)  # (B, N, K, D)
         return cls(table[:, :, 0], table)  # step 0 is deterministic, so its entry is free for the initial noise
 
+    @classmethod
+    def draw_both(cls, noise: Noise, num_tokens: int, num_steps: int, token_dim: int, aligned: bool) -> tuple["NoiseTable", "NoiseTable"]:
+        """The target's table and the draft's, which are one where they share their noise."""
+        table = cls.draw(noise, num_tokens, num_steps, token_dim)
+        return table, table if aligned else cls.draw(noise, num_tokens, num_steps, token_dim)
+
     def of_positions(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions (B, n) -> initial (B, n, D), steps (B, n, K, D): the source that sequential sampling takes."""
         rows = torch.arange(len(positions), device=positions.device)[:, None]

@@ -14,7 +14,7 @@ from car_spec.engine import DraftModel
 from car_spec.models.harmon import TOKENIZER_FILE, Harmon, check_prompts, load_harmon, load_tokenizer
 from car_spec.models.loading import Checkpoint, find_file, read_checkpoint, resolve
 from car_spec.models.vae import load_vae
-from car_spec.pipeline import ImagePipelineOutput, MARPipeline, WeightsSource, preset_of, vae_beside
+from car_spec.pipeline import SETTINGS, ImagePipelineOutput, MARPipeline, WeightsSource, preset_of, vae_beside
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL
@@ -23,15 +23,10 @@ if TYPE_CHECKING:
     from car_spec.models.presets import Preset
 
 EXAMPLES = ("red heart", "cat face", "banana", "large blue circle", "grinning face", "penguin", "green apple", "france flag")
-SETTINGS = (
-    *("num_iter", "num_inference_steps", "guidance_scale", "guidance_schedule", "temperature", "sampler"),
-    *("lookahead", "window", "final_tolerance", "token_wise", "drafter"),
-    *("variant", "draft_length", "prefill", "aligned"),
-)
 
 
-class _Texts(NamedTuple):
-    """One text an image, and how the language model has read them."""
+class ReadTexts(NamedTuple):
+    """One text an image, for a draft to read in its own tokens, and how the language model has read them."""
 
     texts: list[str]
     reading: Reading
@@ -119,19 +114,19 @@ class HarmonPipeline(MARPipeline):
         texts = [text for text in check_prompts(prompt) for _ in range(num_images_per_prompt)]
         return pipeline._sample(pipeline._read(texts), len(texts), complete, generator, output_type, callback)
 
-    def _read(self, texts: list[str]) -> _Texts:
-        return _Texts(texts, read_texts(self.model, self.tokenizer, texts, self.grid))
+    def _read(self, texts: list[str]) -> ReadTexts:
+        return ReadTexts(texts, read_texts(self.model, self.tokenizer, texts, self.grid))
 
-    def _pilot(self, count: int) -> _Texts:  # type: ignore[override]
+    def _pilot(self, count: int) -> ReadTexts:  # type: ignore[override]
         return self._read(self.examples(0, count))
 
-    def _vectors(self, labels: _Texts, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _vectors(self, labels: ReadTexts, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         return labels.reading.rows, labels.reading.null_rows
 
-    def _adapter(self, settings: dict, labels: _Texts) -> HarmonAdapter:
+    def _adapter(self, settings: dict, labels: ReadTexts) -> HarmonAdapter:
         return HarmonAdapter(self.model, labels.reading.prompts, self.grid, **self._chain_settings(settings))
 
-    def _draft_model(self, labels: _Texts, batch: int, settings: dict) -> DraftModel:
+    def _draft_model(self, labels: ReadTexts, batch: int, settings: dict) -> DraftModel:
         """The draft's language model reads the prompts itself, in its own tokens."""
         assert isinstance(self.draft, HarmonPipeline)  # `set_draft` refused other networks
         own = self.draft._read(labels.texts)

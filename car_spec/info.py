@@ -7,9 +7,8 @@ from car_spec.harmon_pipeline import HarmonPipeline
 from car_spec.models.harmon import HarmonConfig, infer_harmon_config, load_harmon, qwen_values
 from car_spec.models.loading import Checkpoint, CheckpointError, identify, infer_mar_config, infer_xar_config, load_mar, load_xar
 from car_spec.models.mar import MARConfig
-from car_spec.models.presets import PRESETS, Preset
 from car_spec.models.xar import XARConfig
-from car_spec.pipeline import DEFAULT_SAMPLER, LAWS, SAMPLERS, MARPipeline, preset_of
+from car_spec.pipeline import DEFAULT_SAMPLER, LAWS, SAMPLERS, MARPipeline, known_preset, preset_of
 from car_spec.xar_pipeline import XARPipeline
 
 NAMES = {
@@ -64,8 +63,7 @@ def _harmon(config: HarmonConfig) -> Iterator[tuple[str, str]]:
 
 
 def _defaults(checkpoint: Checkpoint, kind: str, width: int) -> Iterator[tuple[str, str]]:
-    stored = checkpoint.metadata.get("preset")
-    preset = Preset(**stored) if stored else PRESETS.get((kind, width))
+    preset = known_preset(checkpoint, kind, width)
     if preset is None:
         yield "defaults", f"no preset has width {width}: one AR step a token, no guidance"
         return

@@ -36,9 +36,11 @@ DEMO_MODELS = {
     "demo-harmon": "harmon",
     "demo-harmon-draft": "harmon-draft",
 }
+PROBLEM_SETTINGS = ("num_iter", "num_inference_steps", "guidance_scale", "guidance_schedule", "temperature")
 LOSSLESS_SETTINGS = ("lookahead", "window", "final_tolerance", "token_wise", "drafter")
 CSPD_SETTINGS = ("variant", "draft_length", "prefill", "aligned")
 SAMPLERS = {"lossless": LOSSLESS_SETTINGS, "sequential": (), "cspd": CSPD_SETTINGS}  # and the settings that only they know
+SETTINGS = (*PROBLEM_SETTINGS, "sampler", *LOSSLESS_SETTINGS, *CSPD_SETTINGS)
 LAWS = {"lossless": "the model's own", "sequential": "the model's own", "cspd": "approximate"}
 DEFAULT_SAMPLER = "lossless"
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
@@ -202,10 +204,7 @@ class MARPipeline:
 
         With the lossless sampler they include its own, `LOSSLESS_SETTINGS`.
         """
-        settings = {
-            name: getattr(self.preset, name) if given.get(name) is None else given[name]
-            for name in ("num_iter", "num_inference_steps", "guidance_scale", "guidance_schedule", "temperature")
-        }
+        settings = {name: getattr(self.preset, name) if given.get(name) is None else given[name] for name in PROBLEM_SETTINGS}
         remaining_after_each_step(self.num_tokens, settings["num_iter"])
         if not 2 <= settings["num_inference_steps"] <= 1000:
             raise ValueError(f"num_inference_steps {settings['num_inference_steps']} is outside 2..1000")
@@ -355,11 +354,9 @@ class MARPipeline:
         if self.vae is None and output_type != "latent":
             raise ValueError(f"output_type {output_type!r} needs an autoencoder, and this pipeline has none")
         settings = self.tune(batch, settings)
-        tokens, trace = self._sample_tokens(labels, self._image_generators(generator, batch), settings, callback)
+        tokens, trace = self._sample_tokens(labels, image_generators(generator, batch), settings, callback)
         latents = unpatchify(tokens, self.patch_size, self.grid[0])  # (B, C, h, w)
         return ImagePipelineOutput(latents if output_type == "latent" else self._finish(latents, output_type), trace, settings)
-
-    _image_generators = staticmethod(image_generators)
 
     def _sample_tokens(self, labels, generators, settings, callback) -> tuple[torch.Tensor, Trace]:
         batch = len(generators)
@@ -377,11 +374,8 @@ class MARPipeline:
                 tokens = LosslessSampler(adapter, steps, vectors, nulls, noise, LosslessSettings(**own), trace, draft).sample()
             elif sampler == "cspd":
                 assert draft is not None  # `settings` refused it
-                shape = (self.num_tokens, adapter.head.num_steps, adapter.token_dim)
-                table = NoiseTable.draw(noise, *shape)
-                other = table if settings["aligned"] else NoiseTable.draw(noise, *shape)
-                cspd = CSpDSettings(**own)
-                tokens = CSpDSampler(adapter, steps, vectors, nulls, noise, table, other, cspd, trace, draft).sample()
+                tables = NoiseTable.draw_both(noise, self.num_tokens, adapter.head.num_steps, adapter.token_dim, settings["aligned"])
+                tokens = CSpDSampler(adapter, steps, vectors, nulls, noise, *tables, CSpDSettings(**own), trace, draft).sample()
             else:
                 source = noise_from_generators(generators, adapter.head.num_steps, adapter.token_dim, self.device)
                 tokens = sample_sequential(adapter, steps, vectors, nulls, source, callback, trace)  # (B, N, D)
@@ -516,9 +510,13 @@ def model_file(model: str | Path, flag: str = "--model") -> Path:
 
 def preset_of(checkpoint: "Checkpoint", kind: str, config: Any, num_iter: int) -> Preset:
     """From the file's own metadata, or the table of released sizes, or plain defaults. config: of the network of tokens."""
+    own = Preset(name=checkpoint.path.stem, num_heads=config.num_heads, num_iter=num_iter)
+    return known_preset(checkpoint, kind, config.width) or own
+
+
+def known_preset(checkpoint: "Checkpoint", kind: str, width: int) -> Preset | None:
     stored = checkpoint.metadata.get("preset")
-    known = Preset(**stored) if stored else PRESETS.get((kind, config.width))
-    return known or Preset(name=checkpoint.path.stem, num_heads=config.num_heads, num_iter=num_iter)
+    return Preset(**stored) if stored else PRESETS.get((kind, width))
 
 
 def vae_beside(file: Path) -> Path:

@@ -73,10 +73,9 @@ class XARPipeline(MARPipeline):
         try:
             if settings["sampler"] == "cspd":
                 assert draft is not None
-                table = NoiseTable.draw(noise, adapter.num_cells, steps, adapter.cell_dim)
-                other = table if settings["aligned"] else NoiseTable.draw(noise, adapter.num_cells, steps, adapter.cell_dim)
+                tables = NoiseTable.draw_both(noise, adapter.num_cells, steps, adapter.cell_dim, settings["aligned"])
                 cspd = CSpDSettings(**{name: settings[name] for name in CSPD_SETTINGS})
-                cells = CellCSpDSampler(adapter, draft, *problem, noise, table, other, cspd, trace).sample()
+                cells = CellCSpDSampler(adapter, draft, *problem, noise, *tables, cspd, trace).sample()
             elif settings["sampler"] == "lossless":
                 own = CellSettings(settings["window"], token_wise=settings["token_wise"], drafter=DRAFTERS[settings["drafter"]])
                 cells = sample_cells(adapter, *problem, lossless(noise, own, trace), draft, trace, on_cell)

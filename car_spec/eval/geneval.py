@@ -23,8 +23,7 @@ def export_geneval(folder: Path, metadata: Path, out: Path) -> tuple[int, int]:
         raise ValueError(f"--out {out} is not empty; give another folder")
     if any(file.suffix != ".png" for file in files):
         raise ValueError(f"FOLDER {folder} holds files other than PNG, GenEval reads PNG")
-    lines = _metadata_lines(metadata)
-    prompts = [json.loads(line)["prompt"] for line in lines]
+    lines, prompts = zip(*_metadata_lines(metadata))
     images: dict[str, list[str]] = defaultdict(list)
     for image in manifest["images"]:
         images[image["prompt"]].append(image["file"])
@@ -49,13 +48,14 @@ def export_geneval(folder: Path, metadata: Path, out: Path) -> tuple[int, int]:
     return len(prompts), counts[0]
 
 
-def _metadata_lines(path: Path) -> list[str]:
+def _metadata_lines(path: Path) -> list[tuple[str, str]]:
+    """The lines of the metadata file, each with its prompt."""
     if not path.is_file():
         raise ValueError(f"--metadata {path}: there is no such file; GenEval's evaluation_metadata.jsonl is expected")
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    for i, line in enumerate(lines):
+    lines = []
+    for i, line in enumerate(line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()):
         try:
-            json.loads(line)["prompt"]
+            lines.append((line, json.loads(line)["prompt"]))
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"--metadata {path}: line {i + 1} is no JSON object with a prompt") from None
     if not lines:

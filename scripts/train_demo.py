@@ -384,7 +384,8 @@ def export(args):
 def write_reference(args):
     """Real images as the demo models saw them: every training emoji of a vendor once, in one of its skin tones.
 
-    -> `<out>/reference` with a manifest of labels, and `<out>/quality.yaml`, a recipe whose labels are as frequent as the reference's.
+    -> `<out>/reference` with a manifest of labels; `<out>/quality.yaml` and, for Harmon, `<out>/quality-harmon.yaml`, recipes whose labels
+    and captions are as frequent as the reference's.
     """
     from car_spec.pipeline import to_pixels
     from car_spec.runs import RunFolder, image_spec, sha256_of
@@ -392,9 +393,11 @@ def write_reference(args):
     names = demo_classes(args.data)
     images, arrays = load_images(args.data, 0, names)
     emoji = np.array([f"{v} {n.split(',')[0]}" for v, n in zip(arrays["vendor"], arrays["name"])])
-    order = torch.randperm(len(emoji), generator=torch.Generator().manual_seed(0)).numpy()
-    chosen = order[np.sort(np.unique(emoji[order], return_index=True)[1])]  # the first of each emoji, in random order
+    chance = np.random.default_rng(0)
+    order = chance.permutation(len(emoji))
+    chosen = chance.permutation(order[np.unique(emoji[order], return_index=True)[1]])  # images that come twice are of all kinds
     labels = [names.index(name) for name in arrays["subcategory_names"][arrays["subcategory"][chosen]]]
+    captions = [f"{arrays['name'][i]}, {arrays['vendor_names'][arrays['vendor'][i]]}" for i in chosen]
 
     folder = RunFolder(args.out / "reference", {"images": "real", "data_sha256": sha256_of(args.data)})
     folder.open()
@@ -402,12 +405,13 @@ def write_reference(args):
     for spec, picture in zip(specs, to_pixels((images[torch.from_numpy(chosen)] + 1) / 2, "pil")):
         folder.write_image(spec, picture)
     folder.write_manifest(specs, names, {"law of the images": "real"})
-    (args.out / "quality.yaml").write_text(
-        "# Samples of the demo for scores: labels as frequent as in the training images, no guidance, which would change the law.\n"
-        f"num_images: 2048\nbatch_size: 64\nguidance_scale: 1.0\nclasses: {labels}\n"
-        "evaluate:\n  extractor: efficientnet-lite0\n  metrics: fid,is,kid,prc\n"
-    )
-    print(f"{len(specs)} real images: {folder.path}\nrecipe: {args.out / 'quality.yaml'}")
+    for name, asked in (("quality", f"classes: {labels}"), ("quality-harmon", f"prompt: {json.dumps(captions)}")):
+        (args.out / f"{name}.yaml").write_text(
+            "# Samples of the demo for scores: asked for as often as in the training images, no guidance, which would change the law.\n"
+            f"num_images: 2048\nbatch_size: 64\nguidance_scale: 1.0\n{asked}\n"
+            "evaluate:\n  extractor: efficientnet-lite0\n  metrics: fid,is,kid,prc\n"
+        )
+    print(f"{len(specs)} real images: {folder.path}\nrecipes: {args.out}/quality.yaml, {args.out}/quality-harmon.yaml")
 
 
 def main():

@@ -94,16 +94,21 @@ def generators(seed: int, first: int, count: int) -> list[torch.Generator]:
 
 
 def measure_speed(
-    pipeline: MARPipeline, runs: Sequence[Contender], batch_size: int, repeats: int, seed: int, on_run: Callable[[], object]
+    pipeline: MARPipeline,
+    runs: Sequence[Contender],
+    batch_size: int,
+    repeats: int,
+    seed: int,
+    on_run: Callable[[], object],
+    warm_up: dict[str, Any] | None = None,
 ) -> None:
-    """Alternate the contenders, one batch each a repeat, after one warm-up of each that does not count."""
+    """Alternate the contenders, one batch each a repeat, after one warm-up of each that does not count; warm_up: its own settings."""
     for repeat in range(-1, repeats):
         for run in runs:
             first = max(repeat, 0) * batch_size
+            labels, settings = pipeline.examples(first, batch_size), run.settings | (warm_up or {} if repeat < 0 else {})
             start = time.perf_counter()
-            output = pipeline(
-                pipeline.examples(first, batch_size), generator=generators(seed, first, batch_size), output_type="pt", **run.settings
-            )
+            output = pipeline(labels, generator=generators(seed, first, batch_size), output_type="pt", **settings)
             synchronise(pipeline.device)
             if repeat >= 0:
                 run.seconds.append((time.perf_counter() - start) / batch_size)

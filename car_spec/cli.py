@@ -23,7 +23,7 @@ from car_spec.diffusion_bench import add_parser as add_diffusion_parser
 from car_spec.engine import DRAFTERS, LosslessSettings
 from car_spec.eval.cli import add_parsers as add_evaluation_parsers
 from car_spec.execution import Execution
-from car_spec.flags import check_at_least, check_quality_images, choose_device, require
+from car_spec.flags import DTYPES, check_at_least, check_quality_images, choose_device, require
 from car_spec.harmon_pipeline import HarmonPipeline
 from car_spec.parallel import MODES, RankError, Ranks, Shares, groups_of, started_by_torchrun
 from car_spec.pipeline import DEFAULT_SAMPLER, LAWS, SAMPLERS, SETTINGS, MARPipeline, load_pipeline, model_file, vae_beside
@@ -37,7 +37,6 @@ CPU_HINT = (
     "a CPU is full with a few images at a time: --lookahead auto measures what is fastest, at the price of other images on other machines"
 )
 QUALITY_BATCH = 64  # images at a time for the quality columns
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SAMPLING = tuple(name for name in SETTINGS if name != "token_wise")  # which is for comparisons, and has no flag
 
 

@@ -14,7 +14,7 @@ import torch
 import car_spec
 from car_spec.bench import Contender, measure_quality, measure_speed, write_json
 from car_spec.diffusion_pipeline import AcceleratedDDPM, DiffusionSettings, sample_sequentially, sample_speculatively
-from car_spec.flags import check_at_least, check_quality_images, choose_device
+from car_spec.flags import DTYPES, check_at_least, check_quality_images, choose_device
 from car_spec.noise import Noise
 from car_spec.trace import Trace
 
@@ -24,6 +24,7 @@ WINDOWS: tuple[int | None, ...] = (2, 4, 6, 8, 16, None)
 CHURNS = (0.25, 0.5, 1.0)
 CHURN_WINDOW = 7
 SAMPLERS = tuple((drafter, verification) for drafter in ("frozen", "free") for verification in ("token", "block"))
+WARM_UP_STEPS = 20  # a thousand would be an hour for a long table
 QUALITY_BATCH = 8  # images at a time for the quality columns: a verification multiplies them by the window
 HEADER = ("sampler", "sequential calls", "rows", "s/image", "faster", "Frechet", "p")
 
@@ -117,14 +118,14 @@ def markdown(title: str, runs: Sequence[Contender]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def load(name: str, device: torch.device) -> Any:
-    """The shipped pixel model, or a DDPMPipeline of diffusers from a folder or hub id, in float32."""
+def load(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+    """The shipped pixel model, or a DDPMPipeline of diffusers from a folder or hub id; states are float32 whatever the network is."""
     from diffusers import DDPMPipeline
 
     path = Path(__file__).parent / "demo" / "pixel" if name == DEMO else name
     pipe = DDPMPipeline.from_pretrained(path, low_cpu_mem_usage=False)
     pipe.set_progress_bar_config(disable=True)
-    return pipe.to(device, torch.float32)
+    return pipe.to(device, dtype)
 
 
 def number_or_unlimited(text: str) -> int | None:
@@ -154,6 +155,7 @@ def add_parser(commands: Any) -> None:
     bench.add_argument("--images", type=int, default=64, help="images of each sampler for the quality columns; 0: none (default: 64)")
     bench.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     bench.add_argument("--device", default="auto", help="(default: %(default)s)")
+    bench.add_argument("--dtype", choices=DTYPES, default="float32", help="of the network (default: %(default)s)")
     bench.add_argument("--out", type=Path, default=Path("outputs/diffusion-bench"), help="folder of the tables (default: %(default)s)")
     bench.set_defaults(run=run_bench)
 
@@ -169,16 +171,18 @@ def run_bench(args: argparse.Namespace) -> None:
     for _, runs in planned:  # refuses a bad value before the long work
         for run in runs:
             DiffusionSettings(**{name: value for name, value in run.settings.items() if name not in ("steps", "sequential")})
-    sampler: Any = PixelSampler(load(args.model, choose_device(args.device)))
+    sampler: Any = PixelSampler(load(args.model, choose_device(args.device), DTYPES[args.dtype]))
     args.out.mkdir(parents=True, exist_ok=True)
-    facts = f"{args.model}, batch {args.batch_size}, {sampler.device}, {torch.get_num_threads()} threads, {args.images} images"
+    machine = f"{sampler.device}, {args.dtype}, {torch.get_num_threads()} threads"
+    facts = f"{args.model}, batch {args.batch_size}, {machine}, {args.images} images"
     environment = {"torch": torch.__version__, "car_spec": car_spec.__version__, "images": args.images, "facts": facts}
     batches = -(-args.images // QUALITY_BATCH)
     total = sum(len(runs) * (args.repeats + 1) + (len(runs) + 1) * batches for _, runs in planned)
     parts = [facts + "\n"]
     with tqdm(total=total, desc="diffusion-bench") as bar:
         for title, runs in planned:
-            measure_speed(sampler, runs, args.batch_size, args.repeats, args.seed, bar.update)
+            warm_up = {"steps": min(runs[0].settings["steps"], WARM_UP_STEPS)}
+            measure_speed(sampler, runs, args.batch_size, args.repeats, args.seed, bar.update, warm_up)
             if args.images:
                 measure_quality(sampler, runs, args.images, QUALITY_BATCH, args.seed + 1, bar.update)
             parts.append(markdown(title, runs))

@@ -14,6 +14,7 @@ import torch
 from car_spec.adapters.ddpm import Denoiser, DenoisingChain, reverse_schedule
 from car_spec.asd import ChainTrace, autospeculate
 from car_spec.noise import Noise, image_generators
+from car_spec.parallel import Shares
 
 DRAFTERS = ("free", "frozen")
 VERIFICATIONS = ("block", "token")
@@ -54,18 +55,15 @@ class DiffusionSettings:
             raise ValueError(f"max_rows {self.max_rows} is below 1")
 
 
-def sample_speculatively(chain: DenoisingChain, noise: Noise, settings: DiffusionSettings, trace: ChainTrace | None = None) -> torch.Tensor:
-    """All rows of a chain from fresh noise -> (R, D), in few sequential calls."""
-    return _autospeculated(chain, noise.normal(math.prod(chain.shape)), noise, settings, trace)
-
-
-def _autospeculated(chain: DenoisingChain, initial: torch.Tensor, noise: Noise, settings: DiffusionSettings, trace) -> torch.Tensor:
-    window = chain.num_steps if settings.window is None else settings.window
+def sample_speculatively(
+    chain: DenoisingChain, noise: Noise, settings: DiffusionSettings, trace: ChainTrace | None = None, initial: torch.Tensor | None = None
+) -> torch.Tensor:
+    """All rows of a chain -> (R, D), in few sequential calls, from `initial` (R, D) or fresh noise."""
     path = autospeculate(
         chain,
-        initial,
+        noise.normal(math.prod(chain.shape)) if initial is None else initial,
         noise,
-        window=window,
+        window=chain.num_steps if settings.window is None else settings.window,
         taper=settings.taper,
         drafter=settings.drafter,
         token_wise=settings.verification == "token",
@@ -90,8 +88,8 @@ def sample_sequentially(chain: DenoisingChain, noise: Noise, trace: ChainTrace |
 class AcceleratedPipeline:
     """A pipeline of diffusers with its loop replaced. `pipe` is the pipeline, looked at anew in every call."""
 
-    def __init__(self, pipe: Any, settings: DiffusionSettings, generator: Generators = None):
-        self.pipe, self.settings, self.generator = pipe, settings, generator
+    def __init__(self, pipe: Any, settings: DiffusionSettings, generator: Generators = None, shares: Shares | None = None):
+        self.pipe, self.settings, self.generator, self.shares = pipe, settings, generator, shares
         self._schedule(len(pipe.scheduler.timesteps), settings.eta)  # refuses what is not random before the first call
 
     @property
@@ -115,13 +113,24 @@ class AcceleratedPipeline:
 
     def _sample(self, chain: DenoisingChain, generator: Generators, trace: ChainTrace | None, latents: torch.Tensor | None = None):
         """-> images or latents (B, *shape) float32."""
-        generators = image_generators(self.generator if generator is None else generator, chain.num_rows)
-        noise = Noise(generators, torch.arange(chain.num_rows, device=self.device))
+        noise = Noise(self._generators(generator, chain.num_rows), torch.arange(chain.num_rows, device=self.device))
         if latents is None:
-            out = sample_speculatively(chain, noise, self.settings, trace)
+            initial = noise.normal(math.prod(chain.shape))
         else:
-            out = _autospeculated(chain, latents.to(self.device).float().flatten(1), noise, self.settings, trace)
+            initial = latents.to(self.device).float().flatten(1)
+        if self.shares is None:
+            return sample_speculatively(chain, noise, self.settings, trace, initial).unflatten(1, chain.shape)
+        self.shares.require_agreement(initial, "noise")
+        out = sample_speculatively(self.shares.images(chain), noise, self.settings, trace, initial)
+        self.shares.require_agreement(out, "images")
         return out.unflatten(1, chain.shape)
+
+    def _generators(self, generator: Generators, count: int) -> list[torch.Generator]:
+        """Of a call, or of all calls, or from fresh entropy, which processes that share a verification have to share as well."""
+        generator = self.generator if generator is None else generator
+        if generator is None and self.shares is not None:
+            generator = torch.Generator().manual_seed(self.shares.ranks.once(lambda: torch.Generator().seed()))
+        return image_generators(generator, count)
 
     def _finish(self, images: torch.Tensor, output_type: str) -> Any:
         """Images (B, C, H, W) in [-1, 1] as diffusers' image pipelines give them out."""
@@ -299,19 +308,21 @@ KINDS: dict[str, Callable[..., AcceleratedPipeline]] = {
 }
 
 
-def accelerate_pipeline(pipe: Any, *, generator: Generators = None, **options: Any) -> AcceleratedPipeline:
+def accelerate_pipeline(pipe: Any, *, generator: Generators = None, shares: Shares | None = None, **options: Any) -> AcceleratedPipeline:
     """A pipeline of diffusers, called like `pipe` and with the same class of output, that samples its law in far fewer sequential calls.
 
     pipe: a DDPMPipeline, DiTPipeline or StableDiffusionPipeline with a stochastic scheduler. options: `DiffusionSettings`.
-    generator: for calls that are given none; one for the batch, or a list with one an image. Raises ValueError for another pipeline, for a
-    deterministic scheduler, with the reason, and for options out of their range.
+    generator: for calls that are given none; one for the batch, or a list with one an image.
+    shares: divide each call of the network among processes that all make this call with the same random numbers (`car_spec.parallel`).
+    Raises ValueError for another pipeline, for a deterministic scheduler, with the reason, and for options out of their range; RankError
+    where processes differ.
     """
     for name in options:
         if name not in DiffusionSettings.__dataclass_fields__:
             known = ", ".join(DiffusionSettings.__dataclass_fields__)
-            raise TypeError(f"accelerate_pipeline() has no option {name!r}; its options are generator, {known}")
+            raise TypeError(f"accelerate_pipeline() has no option {name!r}; its options are generator, shares, {known}")
     settings = DiffusionSettings(**options)
     kind = next((KINDS[c.__name__] for c in type(pipe).__mro__ if c.__name__ in KINDS), None)
     if kind is None:
         raise ValueError(f"{type(pipe).__name__} is none of the pipelines known here: {', '.join(KINDS)}")
-    return kind(pipe, settings, generator)
+    return kind(pipe, settings, generator, shares)

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 
 def require(what: str, *packages: str) -> None:
     for package in packages:

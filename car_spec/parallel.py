@@ -186,28 +186,34 @@ class Shares:
         exchange.record(max(by_rank) * math.prod(empty.shape[1:]) * empty.element_size())
         return self.ranks.gather(torch.cat(parts) if parts else empty, by_rank), by_rank
 
-    def require_agreement(self, tokens: torch.Tensor) -> None:
+    def require_agreement(self, values: torch.Tensor, what: str = "tokens") -> None:
         """Raise RankError unless all ranks hold the same bits: a sampler that has parted from the others must not write images."""
-        digest = hashlib.sha256(tokens.contiguous().view(torch.uint8).cpu().numpy().tobytes()).hexdigest()[:16]
-        self.ranks.require_equal({"tokens with the digest": digest})
+        digest = hashlib.sha256(values.contiguous().view(torch.uint8).cpu().numpy().tobytes()).hexdigest()[:16]
+        self.ranks.require_equal({f"{what} with the digest": digest})
 
     def adapter(self, adapter: Any, trace: Trace) -> Any:
         """MAR's or Harmon's adapter with its prefixes and rows divided."""
-        return _SharedAdapter(adapter, self, trace)
+        return _SharedAdapter(adapter, self, self._exchange(trace))
 
     def cells(self, adapter: Any, trace: Trace) -> Any:
         """xAR's adapter with the states of a call divided."""
-        return _SharedCells(adapter, self, trace)
+        return _SharedCells(adapter, self, self._exchange(trace))
+
+    def images(self, chain: Any) -> Any:
+        """A chain of whole images with the states of a call divided."""
+        return _StateShares(chain, self, Exchange(self.ranks.size))
+
+    def _exchange(self, trace: Trace) -> Exchange:
+        if trace.exchange is None:
+            trace.exchange = Exchange(self.ranks.size)
+        return trace.exchange
 
 
 class _Shared:
     """What is not divided is asked of the one inside."""
 
-    def __init__(self, inside: Any, shares: Shares, trace: Trace):
-        self.inside, self.shares = inside, shares
-        if trace.exchange is None:
-            trace.exchange = Exchange(shares.ranks.size)
-        self.trace, self.exchange = trace, trace.exchange
+    def __init__(self, inside: Any, shares: Shares, exchange: Exchange):
+        self.inside, self.shares, self.exchange = inside, shares, exchange
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inside, name)
@@ -248,7 +254,7 @@ class _RowShares(_Chain):
     """A chain whose rows are divided, so that what is taken out of its loop is prepared for a rank's own rows only."""
 
     def __init__(self, adapter: _SharedAdapter, conditions: torch.Tensor, guidance_scale: float | torch.Tensor):
-        super().__init__(adapter.inside.chain(conditions, guidance_scale), adapter.shares, adapter.trace)
+        super().__init__(adapter.inside.chain(conditions, guidance_scale), adapter.shares, adapter.exchange)
         self.adapter, self.conditions, self.scale = adapter.inside, conditions, guidance_scale
         self.of_rows = self.shares.even(len(conditions))
         self.chains: dict[int, Any] = {}
@@ -275,11 +281,11 @@ class _RowShares(_Chain):
 
 class _SharedCells(_Shared):
     def chain(self, *arguments: Any) -> Any:
-        return _StateShares(self.inside.chain(*arguments), self.shares, self.trace)
+        return _StateShares(self.inside.chain(*arguments), self.shares, self.exchange)
 
 
 class _StateShares(_Chain):
-    """A chain of cells: few rows with many states each, so the states are divided, also those of one row."""
+    """A chain of cells or of whole images: few rows with many states each, so the states are divided, also those of one row."""
 
     def predict(self, y: torch.Tensor, k: Steps, rows: torch.Tensor | None = None) -> Prediction:
         """As the chain's own; rows (M,) ascend, or are all."""

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 
+from car_spec import accelerate
 from car_spec.chain import DiffusionChain
 from car_spec.cli import main
+from car_spec.parallel import RankError, Shares, started_by_torchrun
 
 PATIENCE = 120  # seconds until a run counts as hung
 
@@ -34,8 +36,26 @@ def fail_in_a_call(how: str) -> None:
     DiffusionChain.predict = failing  # the process is ours alone
 
 
+def share_images(pipeline: Path, seeds: tuple[int, ...] | None, out: Path) -> int:
+    """Two images of a DDPMPipeline, each call cut into two shares, saved by every rank. seeds: of each rank; None: none is given."""
+    from diffusers import DDPMPipeline
+
+    try:
+        with started_by_torchrun(torch.device("cpu")) as ranks:
+            fast = accelerate(DDPMPipeline.from_pretrained(pipeline), window=6, shares=Shares(ranks, 2))
+            generator = None if seeds is None else torch.Generator().manual_seed(seeds[ranks.rank])
+            torch.save(fast(2, generator, 12, "pt").images, out.with_name(f"{out.name}.{ranks.rank}.pth"))
+    except RankError as error:
+        print(error)
+        return 2
+    return 0
+
+
 def run_rank(rank: int, world: int, runs, folder: Path) -> None:
-    """A process as torchrun starts it, for several runs in turn. `runs`: (name, flags of each rank or of all, port, how rank 1 fails)."""
+    """A process as torchrun starts it, for several runs in turn.
+
+    `runs`: (name, flags of each rank or of all, or what to call instead, port, how rank 1 fails).
+    """
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     predict = DiffusionChain.predict
@@ -45,7 +65,7 @@ def run_rank(rank: int, world: int, runs, folder: Path) -> None:
         if failure and rank == 1:
             fail_in_a_call(failure)
         with open(folder / f"{name}.{rank}", "w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-            code = main(flags[rank] if isinstance(flags[0], list) else flags)
+            code = flags() if callable(flags) else main(flags[rank] if isinstance(flags[0], list) else flags)
             print(f"exit code {code}")
 
 

@@ -25,7 +25,7 @@ def folder(tmp_path):
 
 def test_the_tables_come_from_one_command(folder, tmp_path, capsys):
     out = tmp_path / "bench"
-    flags = ["--steps", "8", "--windows", "3", "unlimited", "--repeats", "1", "--images", "16", "--out", str(out)]
+    flags = ["--steps", "8", "--windows", "3", "unlimited", "--repeats", "1", "--images", "16", "--dtype", "bfloat16", "--out", str(out)]
     assert main(["diffusion-bench", "--model", str(folder), *flags]) == 0
     table = (out / "tables.md").read_text()
     assert table in capsys.readouterr().out

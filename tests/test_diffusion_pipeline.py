@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -17,12 +18,14 @@ from diffusers import (
     UNet2DConditionModel,
     UNet2DModel,
 )
+from processes import share_images, start
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from car_spec import diffusion_pipeline
 from car_spec.asd import ChainTrace
 from car_spec.diffusion_pipeline import accelerate_pipeline, sample_sequentially
 from car_spec.eval.distances import energy_test
+from car_spec.parallel import Ranks, Shares
 
 STEPS = 8
 VAE = dict(
@@ -134,7 +137,7 @@ class Replay:
         noise = self.noise[self.drawn - 1]
         return noise if len(noise) == shape[0] else torch.cat([noise, noise])
 
-    def sequentially(self, chain, noise, settings, trace):
+    def sequentially(self, chain, noise, settings, trace, initial):
         table = iter(self.noise.flatten(2))
         noise.normal = lambda dim: next(table)
         return sample_sequentially(chain, noise, trace)
@@ -198,6 +201,28 @@ def test_an_image_does_not_depend_on_its_batch(ddpm):
     make = lambda ids: [torch.Generator().manual_seed(i) for i in ids]
     together = fast(3, make([0, 1, 2]), STEPS, "pt").images
     torch.testing.assert_close(fast(1, make([1]), STEPS, "pt").images[0], together[1], atol=1e-4, rtol=0)
+
+
+def test_processes_that_share_each_call_make_the_images_of_one(ddpm, tmp_path):
+    ddpm.save_pretrained(tmp_path / "pipe")
+    run = lambda name, seeds: partial(share_images, tmp_path / "pipe", seeds, tmp_path / name)
+    start(2, [(name, run(name, seeds)) for name, seeds in (("same", (3, 3)), ("none", None), ("others", (3, 4)))], tmp_path)
+    load = lambda name, rank: torch.load(tmp_path / f"{name}.{rank}.pth")
+    assert run("alone", (3,))() == 0
+    assert torch.equal(load("same", 0), load("same", 1)) and torch.equal(load("same", 0), load("alone", 0))
+    assert torch.equal(load("none", 0), load("none", 1)) and not torch.equal(load("none", 0), load("same", 0))
+    assert "rank 1 has noise with the digest" in (tmp_path / "others.0").read_text()  # before the first call of the network
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_shares_of_an_image_chain_say_what_the_whole_says(ddpm, chunk):
+    chain, g = accelerate_pipeline(ddpm, max_rows=chunk).image_chain(2, STEPS), torch.Generator().manual_seed(0)
+    shared = Shares(Ranks(), 3).images(chain)
+    rows, y, k = torch.tensor([0, 0, 0, 0, 1, 1, 1]), torch.randn(7, 16, generator=g), torch.tensor([7, 6, 5, 4, 7, 6, 5])
+    for arguments in ((y, k, rows), (y[:2], 3), (y[:1], k[:1], rows[:1])):
+        for ours, expected in zip(shared(*arguments), chain(*arguments)):
+            torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-5)
+    assert shared.exchange.rows == [10]
 
 
 def test_the_generator_of_the_settings_goes_on_from_call_to_call(ddpm):

@@ -1,13 +1,31 @@
 """`car-spec ablate`: what alignment, draft length, pre-filling, guidance and temperature do to CSpD, and what it is worth beside others."""
 
+import argparse
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from car_spec.bench import Contender, cspd, fewer_ar_steps, generators
+import torch
+
+from car_spec import bench
+from car_spec.bench import QUALITY_BATCH, Contender, cspd, fewer_ar_steps, generators
+from car_spec.cspd import VARIANTS
+from car_spec.flags import (
+    DTYPES,
+    add_device_flags,
+    check_at_least,
+    check_quality_images,
+    choose_device,
+    given_flags,
+    load,
+    model_flags,
+    require,
+)
 from car_spec.pipeline import MARPipeline, synchronise
 
 TABLES = ("alignment", "pre-filling", "guidance", "temperature", "comparison")
@@ -97,3 +115,84 @@ def write_json(measurements: Sequence[Measurement], comparison: dict[int, list[C
         "comparison": {size: [asdict(run) | {"median_seconds": run.median_seconds} for run in runs] for size, runs in comparison.items()},
     }
     path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def add_parser(commands: Any) -> None:
+    ablate = commands.add_parser(
+        "ablate",
+        parents=[model_flags("demo")],
+        help="what alignment, draft length, pre-filling, guidance and temperature do to CSpD",
+        description="Run CSpD with one setting changed at a time on the same images, then beside other samplers at several batch sizes. "
+        "Needs the extra `bench` (rich, matplotlib).",
+    )
+    ablate.add_argument("--draft", default="demo-draft", help="the draft model (default: %(default)s)")
+    ablate.add_argument("--variant", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="one or several (default: both)")
+    ablate.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES), help="which to make (default: all)")
+    ablate.add_argument("--images", type=int, default=16, help="images of each setting, one batch (default: %(default)s)")
+    ablate.add_argument(
+        "--batch-sizes", type=int, nargs="+", default=[1, 8, 64], help="of the comparison with other samplers (default: 1 8 64)"
+    )
+    ablate.add_argument("--repeats", type=int, default=3, help="timed batches of each sampler in the comparison (default: %(default)s)")
+    ablate.add_argument("--quality-images", type=int, default=256, help="of each sampler in the comparison; 0: none (default: %(default)s)")
+    ablate.add_argument("--guidance-scale", type=float, help="but in the table about it (default: the model's preset)")
+    ablate.add_argument("--num-iter", type=int, help="AR steps (default: the model's preset)")
+    ablate.add_argument("--num-inference-steps", type=int, help="denoising steps a token (default: the model's preset)")
+    ablate.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    add_device_flags(ablate)
+    ablate.add_argument(
+        "--out", type=Path, default=Path("outputs/ablate"), help="folder of the figures and the plot (default: %(default)s)"
+    )
+    ablate.set_defaults(run=run_ablate)
+
+
+def run_ablate(args: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
+    require("ablate", "rich", "matplotlib")
+    from car_spec.plots import plot_alignment, plot_batches, plot_pareto
+
+    for name, least in (("images", 1), ("repeats", 1), ("batch_sizes", 1), ("quality_images", 0)):
+        check_at_least(name, getattr(args, name), least)
+    check_quality_images("--quality-images", args.quality_images)
+    pipeline = load(args, choose_device(args.device), dtype=DTYPES[args.dtype])
+    base = given_flags(args, "num_iter", "num_inference_steps", "guidance_scale")
+    whole = pipeline.settings(sampler="cspd", **base)
+    runs = [run for variant in args.variant for run in settings_of(base, whole["num_iter"], variant) if run[0] in args.tables]
+    sizes = sorted(set(args.batch_sizes)) if "comparison" in args.tables else []
+    comparison = {size: compared(base, whole["num_iter"], args.variant) for size in sizes}
+    for settings in [run[-1] for run in runs] + [run.settings for others in comparison.values() for run in others]:
+        pipeline.settings(**({"sampler": "cspd"} | settings))  # refuses what the model cannot do before the long work
+    title = (
+        f"CSpD (approximate), {pipeline.preset.name} with {pipeline.draft.preset.name if pipeline.draft else ''}: "
+        f"{whole['num_iter']} AR steps, {whole['num_inference_steps']} denoising steps, guidance {whole['guidance_scale']:g}, "
+        f"{args.images} images a setting, {torch.get_num_threads()} threads"
+    )
+    contenders = len(comparison[sizes[-1]]) if sizes else 0
+    quality_batches = -(-args.quality_images // QUALITY_BATCH)
+    total = len(runs) + contenders * len(sizes) * (args.repeats + 1) + (contenders + 1 if sizes else 0) * quality_batches
+    with tqdm(total=total, desc="ablate", file=sys.stderr) as bar:
+        print(title)
+        measured = measure(pipeline, runs, args.images, args.seed, bar.update)
+        print_tables(measured)
+        args.out.mkdir(parents=True, exist_ok=True)
+        done: dict[int, list[bench.Contender]] = {}
+        for size, others in comparison.items():  # shown and written as they come: the next size may take an hour
+            bench.measure_speed(pipeline, others, size, args.repeats, args.seed, bar.update)
+            bench.print_table(others, f"comparison, batch {size}")
+            done[size] = others
+            write_json(measured, done, title, args.out / "ablation.json")
+        if sizes and args.quality_images:
+            bench.measure_quality(pipeline, comparison[sizes[-1]], args.quality_images, QUALITY_BATCH, args.seed + 1, bar.update)
+            bench.print_table(comparison[sizes[-1]], f"comparison with quality, batch {sizes[-1]}")
+    write_json(measured, comparison, title, args.out / "ablation.json")
+    print(f"figures: {args.out / 'ablation.json'}")
+    plots: list[tuple[str, Callable[[Path], None]]] = []
+    if "alignment" in args.tables:
+        plots.append(("alignment.png", partial(plot_alignment, measured)))
+    if sizes:
+        plots.append(("batches.png", partial(plot_batches, comparison)))
+        if args.quality_images:
+            plots.append(("pareto.png", partial(plot_pareto, comparison[sizes[-1]])))
+    for name, draw in plots:
+        draw(args.out / name)
+        print(f"plot: {args.out / name}")

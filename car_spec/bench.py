@@ -1,7 +1,9 @@
 """`car-spec bench`: the samplers side by side in one process, in turns, with calls, rows, wall-clock and quality apart."""
 
+import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,9 +12,23 @@ from typing import Any
 
 import torch
 
+import car_spec
 from car_spec.cspd import VARIANTS
 from car_spec.engine import LosslessSettings
 from car_spec.eval.distances import energy_test, frechet_distance, principal_components
+from car_spec.execution import Execution
+from car_spec.flags import (
+    DTYPES,
+    add_device_flags,
+    add_execution_flags,
+    check_at_least,
+    check_quality_images,
+    choose_device,
+    given_flags,
+    load,
+    model_flags,
+    require,
+)
 from car_spec.pipeline import MARPipeline, image_seed, synchronise
 from car_spec.trace import summary
 from car_spec.xar_pipeline import XARPipeline
@@ -23,6 +39,7 @@ CELL_CONTENDERS: dict[str, dict[str, Any]] = {
     "lossless, block": {},
 }
 COMPONENTS = 32  # of the latents, for the quality columns
+QUALITY_BATCH = 64  # images at a time for the quality columns
 
 
 @dataclass
@@ -187,3 +204,66 @@ def print_table(runs: Sequence[Contender], title: str) -> None:
 def write_json(runs: Sequence[Contender], environment: dict[str, Any], path: Path) -> None:
     content = {"environment": environment, "runs": [asdict(run) | {"median_seconds": run.median_seconds} for run in runs]}
     path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def add_parser(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench",
+        parents=[model_flags("demo")],
+        help="compare the samplers",
+        description="Compare the samplers side by side in one process. Needs the extra `bench` (rich, matplotlib).",
+    )
+    bench.add_argument("--batch-size", type=int, default=1, help="images at a time in the timed runs (default: %(default)s)")
+    bench.add_argument("--repeats", type=int, default=5, help="timed batches of each sampler, in turns (default: %(default)s)")
+    bench.add_argument("--images", type=int, default=0, help="images of each sampler for the quality columns; 0: none (default)")
+    bench.add_argument("--draft", help="a model of the same tokens; brings CSpD into the comparison")
+    bench.add_argument("--only", nargs="+", metavar="TEXT", help="only samplers whose name holds one of these; sequential always runs")
+    bench.add_argument("--num-iter", type=int, help="AR steps (default: the model's preset)")
+    bench.add_argument("--num-inference-steps", type=int, help="denoising steps a token (default: the model's preset)")
+    bench.add_argument("--guidance-scale", type=float, help="(default: the model's preset)")
+    bench.add_argument("--lookahead", type=int, help=f"of the lossless samplers but the tuned one (default: {LosslessSettings.lookahead})")
+    bench.add_argument("--window", type=int, help=f"of the lossless samplers but the tuned one (default: {LosslessSettings.window})")
+    bench.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    add_device_flags(bench)
+    add_execution_flags(bench)
+    bench.add_argument("--out", type=Path, default=Path("outputs/bench"), help="folder of bench.json and pareto.png (default: %(default)s)")
+    bench.set_defaults(run=run_bench)
+
+
+def run_bench(args: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
+    require("bench", "rich", "matplotlib")
+    from car_spec.plots import plot_pareto
+
+    for name, least in (("batch_size", 1), ("repeats", 1), ("images", 0)):
+        check_at_least(name, getattr(args, name), least)
+    check_quality_images("--images", args.images)
+    device = choose_device(args.device)
+    execution = Execution(args.compile, args.cuda_graphs)
+    execution.check(device)
+    pipeline = load(args, device, dtype=DTYPES[args.dtype])
+    pipeline.set_execution(execution)
+    base = given_flags(args, "num_iter", "num_inference_steps", "guidance_scale")
+    own = given_flags(args, "lookahead", "window")
+    runs = contenders(pipeline, base, own, args.batch_size)
+    if args.only:
+        runs = runs[:1] + [run for run in runs[1:] if any(text in run.name for text in args.only)]
+    quality_batches = -(-args.images // QUALITY_BATCH)
+    with tqdm(total=len(runs) * (args.repeats + 1) + (len(runs) + 1) * quality_batches, desc="bench", file=sys.stderr) as bar:
+        measure_speed(pipeline, runs, args.batch_size, args.repeats, args.seed, bar.update)
+        if args.images:
+            measure_quality(pipeline, runs, args.images, QUALITY_BATCH, args.seed + 1, bar.update)
+    settings = pipeline.settings(**base)
+    title = (
+        f"{pipeline.preset.name}: {settings['num_iter']} AR steps, {settings['num_inference_steps']} denoising steps, "
+        f"guidance {settings['guidance_scale']:g}, batch {args.batch_size}, {device}, {torch.get_num_threads()} threads"
+    )
+    print_table(runs, title)
+    args.out.mkdir(parents=True, exist_ok=True)
+    environment = {"title": title, "torch": torch.__version__, "car_spec": car_spec.__version__, "dtype": args.dtype, "images": args.images}
+    write_json(runs, environment, args.out / "bench.json")
+    print(f"figures: {args.out / 'bench.json'}")
+    if args.images:
+        plot_pareto(runs, args.out / "pareto.png")
+        print(f"plot: {args.out / 'pareto.png'}")

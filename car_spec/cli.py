@@ -1,32 +1,38 @@
-"""The command line: generate, bench, ablate and info; evaluate, stats and export-geneval are in eval/cli.py.
+"""The command line: generate, and the parsers of the other commands, which lie beside what they run.
 
 Plain results on stdout, progress and warnings on stderr.
 """
 
 import argparse
 import os
-import platform
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import car_spec
-from car_spec.ablation import TABLES as ABLATIONS
+from car_spec import ablation, bench, diffusion_bench, info
 from car_spec.adapters.mar import GUIDANCE_SCHEDULES
 from car_spec.cspd import VARIANTS, CSpDSettings
-from car_spec.diffusion_bench import add_parser as add_diffusion_parser
 from car_spec.engine import DRAFTERS, LosslessSettings
 from car_spec.eval.cli import add_parsers as add_evaluation_parsers
-from car_spec.execution import Execution
-from car_spec.flags import DTYPES, check_at_least, check_quality_images, choose_device, require
+from car_spec.execution import Execution, machine
+from car_spec.flags import (
+    DTYPES,
+    add_device_flags,
+    add_execution_flags,
+    check_at_least,
+    choose_device,
+    load,
+    model_flags,
+    require,
+)
 from car_spec.harmon_pipeline import HarmonPipeline
 from car_spec.parallel import MODES, RankError, Ranks, Shares, groups_of, started_by_torchrun
-from car_spec.pipeline import DEFAULT_SAMPLER, LAWS, SAMPLERS, SETTINGS, MARPipeline, load_pipeline, model_file, vae_beside
+from car_spec.pipeline import DEFAULT_SAMPLER, LAWS, SAMPLERS, SETTINGS, MARPipeline
 from car_spec.prompts import read_prompt_file
 from car_spec.recipes import recipe_flags
 from car_spec.runs import ImageSpec, Part, RunError, RunFolder, generate_images, image_spec, sha256_of
@@ -36,23 +42,7 @@ LOSSLESS_CHOICES = ("sampler", "lookahead", "window")  # what `--lookahead auto`
 CPU_HINT = (
     "a CPU is full with a few images at a time: --lookahead auto measures what is fastest, at the price of other images on other machines"
 )
-QUALITY_BATCH = 64  # images at a time for the quality columns
 SAMPLING = tuple(name for name in SETTINGS if name != "token_wise")  # which is for comparisons, and has no flag
-
-
-def model_flags(default: str | None) -> argparse.ArgumentParser:
-    """A parent of commands. Each default has a parent of its own, because the commands of one parent share its defaults."""
-    flags = argparse.ArgumentParser(add_help=False)
-    group = flags.add_argument_group("model")
-    group.add_argument(
-        "--model", default=default, help="a demo (demo, demo-xar, demo-harmon), a checkpoint, its folder, or a hub id (default: demo)"
-    )
-    group.add_argument("--vae", help="autoencoder: kl16.ckpt or a diffusers folder (default: what lies beside the model)")
-    group.add_argument("--weights", choices=["model_ema", "model"], help="copy of the weights (default: model_ema where there is one)")
-    group.add_argument("--num-heads", type=int, help="attention heads, needed for sizes without a preset only")
-    group.add_argument("--tokenizer", help="Harmon: the folder of tokenizer.json (default: the model's)")
-    group.add_argument("--base", help="Harmon: the whole model under a --model that holds some of its parameters")
-    return flags
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -60,11 +50,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"car-spec {car_spec.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    model = model_flags("demo")
-
     generate = commands.add_parser(
         "generate",
-        parents=[model],
+        parents=[model_flags("demo")],
         help="make images",
         description="Make images into a folder. A killed run goes on where it stopped when it is started again.",
     )
@@ -112,8 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
     where = generate.add_argument_group("where")
     where.add_argument("--out", type=Path, default=Path("outputs"), help="folder of the images (default: %(default)s)")
     where.add_argument("--batch-size", type=int, default=16, help="images at a time (default: %(default)s)")
-    where.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, ... (default: %(default)s)")
-    where.add_argument("--dtype", choices=DTYPES, default="float32", help="of the transformer (default: %(default)s)")
+    add_device_flags(where)
     add_execution_flags(where)
     where.add_argument(
         "--parallel",
@@ -130,84 +117,9 @@ def build_parser() -> argparse.ArgumentParser:
     where.add_argument("--columns", type=int, help="of the grid (default: the number of classes or prompts, at most 8)")
     generate.set_defaults(run=run_generate)
 
-    bench = commands.add_parser(
-        "bench",
-        parents=[model],
-        help="compare the samplers",
-        description="Compare the samplers side by side in one process. Needs the extra `bench` (rich, matplotlib).",
-    )
-    bench.add_argument("--batch-size", type=int, default=1, help="images at a time in the timed runs (default: %(default)s)")
-    bench.add_argument("--repeats", type=int, default=5, help="timed batches of each sampler, in turns (default: %(default)s)")
-    bench.add_argument("--images", type=int, default=0, help="images of each sampler for the quality columns; 0: none (default)")
-    bench.add_argument("--draft", help="a model of the same tokens; brings CSpD into the comparison")
-    bench.add_argument("--only", nargs="+", metavar="TEXT", help="only samplers whose name holds one of these; sequential always runs")
-    bench.add_argument("--num-iter", type=int, help="AR steps (default: the model's preset)")
-    bench.add_argument("--num-inference-steps", type=int, help="denoising steps a token (default: the model's preset)")
-    bench.add_argument("--guidance-scale", type=float, help="(default: the model's preset)")
-    bench.add_argument("--lookahead", type=int, help=f"of the lossless samplers but the tuned one (default: {LosslessSettings.lookahead})")
-    bench.add_argument("--window", type=int, help=f"of the lossless samplers but the tuned one (default: {LosslessSettings.window})")
-    bench.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    bench.add_argument("--device", default="auto", help="(default: %(default)s)")
-    bench.add_argument("--dtype", choices=DTYPES, default="float32", help="of the transformer (default: %(default)s)")
-    add_execution_flags(bench)
-    bench.add_argument("--out", type=Path, default=Path("outputs/bench"), help="folder of bench.json and pareto.png (default: %(default)s)")
-    bench.set_defaults(run=run_bench)
-
-    ablate = commands.add_parser(
-        "ablate",
-        parents=[model],
-        help="what alignment, draft length, pre-filling, guidance and temperature do to CSpD",
-        description="Run CSpD with one setting changed at a time on the same images, then beside other samplers at several batch sizes. "
-        "Needs the extra `bench` (rich, matplotlib).",
-    )
-    ablate.add_argument("--draft", default="demo-draft", help="the draft model (default: %(default)s)")
-    ablate.add_argument("--variant", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="one or several (default: both)")
-    ablate.add_argument("--tables", nargs="+", choices=ABLATIONS, default=list(ABLATIONS), help="which to make (default: all)")
-    ablate.add_argument("--images", type=int, default=16, help="images of each setting, one batch (default: %(default)s)")
-    ablate.add_argument(
-        "--batch-sizes", type=int, nargs="+", default=[1, 8, 64], help="of the comparison with other samplers (default: 1 8 64)"
-    )
-    ablate.add_argument("--repeats", type=int, default=3, help="timed batches of each sampler in the comparison (default: %(default)s)")
-    ablate.add_argument("--quality-images", type=int, default=256, help="of each sampler in the comparison; 0: none (default: %(default)s)")
-    ablate.add_argument("--guidance-scale", type=float, help="but in the table about it (default: the model's preset)")
-    ablate.add_argument("--num-iter", type=int, help="AR steps (default: the model's preset)")
-    ablate.add_argument("--num-inference-steps", type=int, help="denoising steps a token (default: the model's preset)")
-    ablate.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    ablate.add_argument("--device", default="auto", help="(default: %(default)s)")
-    ablate.add_argument(
-        "--out", type=Path, default=Path("outputs/ablate"), help="folder of the figures and the plot (default: %(default)s)"
-    )
-    ablate.set_defaults(run=run_ablate)
-
-    add_diffusion_parser(commands)
-    add_evaluation_parsers(commands)
-
-    info = commands.add_parser(
-        "info",
-        parents=[model_flags(None)],
-        help="say what a checkpoint is, and which samplers fit it",
-        description="Say what a checkpoint is, and which samplers fit it.",
-    )
-    info.add_argument("checkpoint", nargs="?", metavar="MODEL", help="as --model")
-    info.add_argument("--draft", help="also look whether this model can draft for it")
-    info.set_defaults(run=run_info)
+    for add in (bench.add_parser, ablation.add_parser, diffusion_bench.add_parser, add_evaluation_parsers, info.add_parser):
+        add(commands)
     return parser
-
-
-def load(args: argparse.Namespace, device: torch.device, **more: Any) -> MARPipeline:
-    """The pipeline of a command's model flags."""
-    flags = {name: getattr(args, name) for name in ("vae", "weights", "num_heads", "tokenizer", "base", "draft")}
-    return load_pipeline(args.model, device=device, **flags, **more)
-
-
-def given_flags(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Those of the flags that were given."""
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-
-
-def add_execution_flags(parser: Any) -> None:
-    parser.add_argument("--compile", action="store_true", help="torch.compile of the head and of the backbone's blocks")
-    parser.add_argument("--cuda-graphs", action="store_true", help="replay small calls of MAR's head as CUDA graphs; needs a CUDA device")
 
 
 def number_or_auto(text: str) -> int | str:
@@ -249,13 +161,6 @@ def device_of_process(device: torch.device) -> torch.device:
     if local >= torch.cuda.device_count():
         raise ValueError(f"--device cuda: torchrun started {processes} processes here, but there are {torch.cuda.device_count()} GPUs")
     return torch.device("cuda", local)
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """What has to be equal for equal calls to give equal bits."""
-    if device.type == "cuda":
-        return {"device": torch.cuda.get_device_name(device)}
-    return {"device": f"{device.type} ({platform.machine()})", "threads": torch.get_num_threads()}
 
 
 def choose_labels(args: argparse.Namespace, pipeline: MARPipeline) -> Sequence[int | str]:
@@ -411,142 +316,15 @@ def divide_work(args: argparse.Namespace, pipeline: MARPipeline, sampling: dict[
     return part
 
 
-def run_bench(args: argparse.Namespace) -> None:
-    from tqdm import tqdm
-
-    require("bench", "rich", "matplotlib")
-    from car_spec import bench
-    from car_spec.plots import plot_pareto
-
-    for name, least in (("batch_size", 1), ("repeats", 1), ("images", 0)):
-        check_at_least(name, getattr(args, name), least)
-    check_quality_images("--images", args.images)
-    device = choose_device(args.device)
-    execution = Execution(args.compile, args.cuda_graphs)
-    execution.check(device)
-    pipeline = load(args, device, dtype=DTYPES[args.dtype])
-    pipeline.set_execution(execution)
-    base = given_flags(args, "num_iter", "num_inference_steps", "guidance_scale")
-    own = given_flags(args, "lookahead", "window")
-    runs = bench.contenders(pipeline, base, own, args.batch_size)
-    if args.only:
-        runs = runs[:1] + [run for run in runs[1:] if any(text in run.name for text in args.only)]
-    quality_batches = -(-args.images // QUALITY_BATCH)
-    with tqdm(total=len(runs) * (args.repeats + 1) + (len(runs) + 1) * quality_batches, desc="bench", file=sys.stderr) as bar:
-        bench.measure_speed(pipeline, runs, args.batch_size, args.repeats, args.seed, bar.update)
-        if args.images:
-            bench.measure_quality(pipeline, runs, args.images, QUALITY_BATCH, args.seed + 1, bar.update)
-    settings = pipeline.settings(**base)
-    title = (
-        f"{pipeline.preset.name}: {settings['num_iter']} AR steps, {settings['num_inference_steps']} denoising steps, "
-        f"guidance {settings['guidance_scale']:g}, batch {args.batch_size}, {device}, {torch.get_num_threads()} threads"
-    )
-    bench.print_table(runs, title)
-    args.out.mkdir(parents=True, exist_ok=True)
-    environment = {"title": title, "torch": torch.__version__, "car_spec": car_spec.__version__, "dtype": args.dtype, "images": args.images}
-    bench.write_json(runs, environment, args.out / "bench.json")
-    print(f"figures: {args.out / 'bench.json'}")
-    if args.images:
-        plot_pareto(runs, args.out / "pareto.png")
-        print(f"plot: {args.out / 'pareto.png'}")
-
-
-def run_ablate(args: argparse.Namespace) -> None:
-    from tqdm import tqdm
-
-    require("ablate", "rich", "matplotlib")
-    from car_spec import ablation, bench
-    from car_spec.plots import plot_alignment, plot_batches, plot_pareto
-
-    for name, least in (("images", 1), ("repeats", 1), ("batch_sizes", 1), ("quality_images", 0)):
-        check_at_least(name, getattr(args, name), least)
-    check_quality_images("--quality-images", args.quality_images)
-    pipeline = load(args, choose_device(args.device))
-    base = given_flags(args, "num_iter", "num_inference_steps", "guidance_scale")
-    whole = pipeline.settings(sampler="cspd", **base)
-    runs = [run for variant in args.variant for run in ablation.settings_of(base, whole["num_iter"], variant) if run[0] in args.tables]
-    sizes = sorted(set(args.batch_sizes)) if "comparison" in args.tables else []
-    comparison = {size: ablation.compared(base, whole["num_iter"], args.variant) for size in sizes}
-    for settings in [run[-1] for run in runs] + [run.settings for others in comparison.values() for run in others]:
-        pipeline.settings(**({"sampler": "cspd"} | settings))  # refuses what the model cannot do before the long work
-    title = (
-        f"CSpD (approximate), {pipeline.preset.name} with {pipeline.draft.preset.name if pipeline.draft else ''}: "
-        f"{whole['num_iter']} AR steps, {whole['num_inference_steps']} denoising steps, guidance {whole['guidance_scale']:g}, "
-        f"{args.images} images a setting, {torch.get_num_threads()} threads"
-    )
-    contenders = len(comparison[sizes[-1]]) if sizes else 0
-    quality_batches = -(-args.quality_images // QUALITY_BATCH)
-    total = len(runs) + contenders * len(sizes) * (args.repeats + 1) + (contenders + 1 if sizes else 0) * quality_batches
-    with tqdm(total=total, desc="ablate", file=sys.stderr) as bar:
-        print(title)
-        measured = ablation.measure(pipeline, runs, args.images, args.seed, bar.update)
-        ablation.print_tables(measured)
-        args.out.mkdir(parents=True, exist_ok=True)
-        done: dict[int, list[bench.Contender]] = {}
-        for size, others in comparison.items():  # shown and written as they come: the next size may take an hour
-            bench.measure_speed(pipeline, others, size, args.repeats, args.seed, bar.update)
-            bench.print_table(others, f"comparison, batch {size}")
-            done[size] = others
-            ablation.write_json(measured, done, title, args.out / "ablation.json")
-        if sizes and args.quality_images:
-            bench.measure_quality(pipeline, comparison[sizes[-1]], args.quality_images, QUALITY_BATCH, args.seed + 1, bar.update)
-            bench.print_table(comparison[sizes[-1]], f"comparison with quality, batch {sizes[-1]}")
-    ablation.write_json(measured, comparison, title, args.out / "ablation.json")
-    print(f"figures: {args.out / 'ablation.json'}")
-    plots: list[tuple[str, Callable[[Path], None]]] = []
-    if "alignment" in args.tables:
-        plots.append(("alignment.png", partial(plot_alignment, measured)))
-    if sizes:
-        plots.append(("batches.png", partial(plot_batches, comparison)))
-        if args.quality_images:
-            plots.append(("pareto.png", partial(plot_pareto, comparison[sizes[-1]])))
-    for name, draw in plots:
-        draw(args.out / name)
-        print(f"plot: {args.out / name}")
-
-
-def run_info(args: argparse.Namespace) -> None:
-    from car_spec.info import bare_pipeline, describe, samplers
-    from car_spec.models.loading import identify, read_checkpoint, resolve
-    from car_spec.models.vae import load_vae
-
-    if args.checkpoint is not None and args.model is not None:
-        raise ValueError(f"info takes one model, but {args.checkpoint} and --model {args.model} are given")
-    file = model_file(args.checkpoint or args.model or "demo")
-    checkpoint = read_checkpoint(file, args.weights)
-    print(f"file: {file}\nsha256: {sha256_of(file)}")
-    for name, text in describe(checkpoint, args.num_heads):
-        print(f"{name}: {text}")
-    if identify(checkpoint.state) == "vae":
-        return
-    try:
-        inside = any(name.startswith("vae.") for name in checkpoint.state)  # a Harmon's
-        vae_path = resolve(args.vae, "--vae") if args.vae else file if inside else vae_beside(file)
-    except ValueError as missing:
-        vae_path = None
-        print(f"autoencoder: {missing}")
-    else:
-        print(f"autoencoder: {vae_path}")
-    pipeline = bare_pipeline(checkpoint, args.num_heads, load_vae(vae_path) if vae_path else None)
-    assert pipeline is not None  # `describe` refused what is no model
-    if pipeline.vae is not None:
-        print(f"image size: {pipeline.image_size}")
-    if args.draft:
-        draft = bare_pipeline(read_checkpoint(model_file(args.draft, "--draft")), args.num_heads, pipeline.vae)
-        if draft is None:
-            raise ValueError(f"--draft {args.draft} holds no model that can draft")
-        pipeline.set_draft(draft)
-    for name, text in samplers(pipeline):
-        print(f"{name}: {text}")
-    if names := checkpoint.metadata.get("class_names"):
-        print("classes: " + ", ".join(f"{i} {name}" for i, name in enumerate(names)))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
     try:
         args = parse(argv)
         args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads our output has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (ValueError, RunError, RankError, OSError) as error:
         rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
         print(f"car-spec: error: {rank}{error}", file=sys.stderr)

@@ -14,7 +14,7 @@ import torch
 import car_spec
 from car_spec.bench import Contender, measure_quality, measure_speed, write_json
 from car_spec.diffusion_pipeline import AcceleratedDDPM, DiffusionSettings, sample_sequentially, sample_speculatively
-from car_spec.flags import DTYPES, check_at_least, check_quality_images, choose_device
+from car_spec.flags import DTYPES, add_device_flags, check_at_least, check_quality_images, choose_device
 from car_spec.noise import Noise
 from car_spec.trace import Trace
 
@@ -154,8 +154,7 @@ def add_parser(commands: Any) -> None:
     bench.add_argument("--repeats", type=int, default=3, help="timed batches of each sampler, in turns (default: %(default)s)")
     bench.add_argument("--images", type=int, default=64, help="images of each sampler for the quality columns; 0: none (default: 64)")
     bench.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    bench.add_argument("--device", default="auto", help="(default: %(default)s)")
-    bench.add_argument("--dtype", choices=DTYPES, default="float32", help="of the network (default: %(default)s)")
+    add_device_flags(bench, "network")
     bench.add_argument("--out", type=Path, default=Path("outputs/diffusion-bench"), help="folder of the tables (default: %(default)s)")
     bench.set_defaults(run=run_bench)
 

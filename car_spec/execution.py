@@ -4,6 +4,7 @@ Weights have the dtype they were given (`--dtype`); what is decided from their o
 """
 
 import os
+import platform
 import shutil
 from typing import Any, NamedTuple
 
@@ -12,6 +13,13 @@ import torch.nn.functional as F
 
 COMPILERS = ("g++", "clang++", "c++", "cl")
 MAX_CAPTURED = 4096  # rows; a larger call is no longer dominated by its launches
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What has to be equal for equal calls to give equal bits."""
+    if device.type == "cuda":
+        return {"device": torch.cuda.get_device_name(device)}
+    return {"device": f"{device.type} ({platform.machine()})", "threads": torch.get_num_threads()}
 
 
 def run_head(net: Any, x: torch.Tensor, modulations: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,28 @@
 """`car-spec info`: what a checkpoint is, and which samplers fit it."""
 
+import argparse
 from collections.abc import Iterator
 from typing import Any
 
+from car_spec.flags import model_flags
 from car_spec.harmon_pipeline import HarmonPipeline
 from car_spec.models.harmon import HarmonConfig, infer_harmon_config, load_harmon, qwen_values
-from car_spec.models.loading import Checkpoint, CheckpointError, identify, infer_mar_config, infer_xar_config, load_mar, load_xar
+from car_spec.models.loading import (
+    Checkpoint,
+    CheckpointError,
+    identify,
+    infer_mar_config,
+    infer_xar_config,
+    load_mar,
+    load_xar,
+    read_checkpoint,
+    resolve,
+)
 from car_spec.models.mar import MARConfig
+from car_spec.models.vae import load_vae
 from car_spec.models.xar import XARConfig
-from car_spec.pipeline import DEFAULT_SAMPLER, LAWS, SAMPLERS, MARPipeline, known_preset, preset_of
+from car_spec.pipeline import DEFAULT_SAMPLER, LAWS, SAMPLERS, MARPipeline, known_preset, model_file, preset_of, vae_beside
+from car_spec.runs import sha256_of
 from car_spec.xar_pipeline import XARPipeline
 
 NAMES = {
@@ -100,3 +114,48 @@ def bare_pipeline(checkpoint: Checkpoint, num_heads: int | None = None, vae: Any
     network: Any = (load_xar if kind == "xar" else load_mar)(checkpoint, num_heads=num_heads)
     preset = preset_of(checkpoint, kind, network.config, network.config.num_tokens)
     return (XARPipeline if kind == "xar" else MARPipeline)(network, vae, preset, clip_sample_range=clip)
+
+
+def add_parser(commands: Any) -> None:
+    info = commands.add_parser(
+        "info",
+        parents=[model_flags(None)],
+        help="say what a checkpoint is, and which samplers fit it",
+        description="Say what a checkpoint is, and which samplers fit it.",
+    )
+    info.add_argument("checkpoint", nargs="?", metavar="MODEL", help="as --model")
+    info.add_argument("--draft", help="also look whether this model can draft for it")
+    info.set_defaults(run=run_info)
+
+
+def run_info(args: argparse.Namespace) -> None:
+    if args.checkpoint is not None and args.model is not None:
+        raise ValueError(f"info takes one model, but {args.checkpoint} and --model {args.model} are given")
+    file = model_file(args.checkpoint or args.model or "demo")
+    checkpoint = read_checkpoint(file, args.weights)
+    print(f"file: {file}\nsha256: {sha256_of(file)}")
+    for name, text in describe(checkpoint, args.num_heads):
+        print(f"{name}: {text}")
+    if identify(checkpoint.state) == "vae":
+        return
+    try:
+        inside = any(name.startswith("vae.") for name in checkpoint.state)  # a Harmon's
+        vae_path = resolve(args.vae, "--vae") if args.vae else file if inside else vae_beside(file)
+    except ValueError as missing:
+        vae_path = None
+        print(f"autoencoder: {missing}")
+    else:
+        print(f"autoencoder: {vae_path}")
+    pipeline = bare_pipeline(checkpoint, args.num_heads, load_vae(vae_path) if vae_path else None)
+    assert pipeline is not None  # `describe` refused what is no model
+    if pipeline.vae is not None:
+        print(f"image size: {pipeline.image_size}")
+    if args.draft:
+        draft = bare_pipeline(read_checkpoint(model_file(args.draft, "--draft")), args.num_heads, pipeline.vae)
+        if draft is None:
+            raise ValueError(f"--draft {args.draft} holds no model that can draft")
+        pipeline.set_draft(draft)
+    for name, text in samplers(pipeline):
+        print(f"{name}: {text}")
+    if names := checkpoint.metadata.get("class_names"):
+        print("classes: " + ", ".join(f"{i} {name}" for i, name in enumerate(names)))

@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 
 from car_spec.adapters.mar import MARAdapter
-from car_spec.cli import DTYPES, add_execution_flags, machine
-from car_spec.execution import Execution
-from car_spec.flags import choose_device
+from car_spec.execution import Execution, machine
+from car_spec.flags import DTYPES, add_device_flags, add_execution_flags, choose_device
 from car_spec.models.mar import MAR, MARConfig
 from car_spec.models.presets import PRESETS
 from car_spec.pipeline import synchronise
@@ -92,8 +91,7 @@ def main():
     parser.add_argument("--prefixes", nargs="+", type=int, default=[1, 2, 4, 8, 16], help="of a backbone call (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=100, help="denoising steps (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=10, help="timed calls (default: %(default)s)")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    add_device_flags(parser, "networks")
     parser.add_argument("--json", type=Path, help="write the figures there")
     add_execution_flags(parser)
     args = parser.parse_args()

@@ -1,6 +1,8 @@
 """The command line as a user meets it, and the API's conveniences."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -236,3 +238,10 @@ def test_the_grid_of_a_long_run_shows_its_first_images_only(tmp_path, monkeypatc
 @pytest.mark.parametrize("command", ["generate", "bench", "ablate"])
 def test_the_demo_is_the_model_of_a_command_that_names_none(command):
     assert parse([command]).model == "demo"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = [sys.executable, "-m", "car_spec.cli", "info", "demo"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait() == 141

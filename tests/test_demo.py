@@ -184,6 +184,7 @@ def test_the_reference_holds_every_training_emoji_once_and_its_recipe_has_the_sa
         vendor=np.repeat([0, 1], 5),
         subcategory_names=np.array(["heart", "country-flag", "dishes"]),
         category_names=np.array(["Smileys & Emotion", "Flags", "Objects"]),
+        vendor_names=np.array(["google", "twitter"]),
         **own,
     )
     script = Path(__file__).parent.parent / "scripts" / "train_demo.py"
@@ -200,3 +201,6 @@ def test_the_reference_holds_every_training_emoji_once_and_its_recipe_has_the_sa
     args = parse(["generate", "--config", str(tmp_path / "out" / "quality.yaml")])
     assert (args.classes, args.num_images, args.guidance_scale) == (labels, 2048, 1.0)
     assert parse(["evaluate", "x", "--config", str(tmp_path / "out" / "quality.yaml")]).extractor == "efficientnet-lite0"
+    captions = parse(["generate", "--config", str(tmp_path / "out" / "quality-harmon.yaml")]).prompt
+    assert len(captions) == 4 and {"flag, google", "flag, twitter"} < set(captions)
+    assert all(("flag" in caption) == (image["class"] == "country-flag") for caption, image in zip(captions, manifest["images"]))

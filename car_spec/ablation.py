@@ -12,20 +12,9 @@ from typing import Any
 
 import torch
 
-from car_spec import bench
-from car_spec.bench import QUALITY_BATCH, Contender, cspd, fewer_ar_steps, generators
+from car_spec import flags
+from car_spec.bench import QUALITY_BATCH, Contender, cspd, fewer_ar_steps, generators, measure_quality, measure_speed, print_table
 from car_spec.cspd import VARIANTS
-from car_spec.flags import (
-    DTYPES,
-    add_device_flags,
-    check_at_least,
-    check_quality_images,
-    choose_device,
-    given_flags,
-    load,
-    model_flags,
-    require,
-)
 from car_spec.pipeline import MARPipeline, synchronise
 
 TABLES = ("alignment", "pre-filling", "guidance", "temperature", "comparison")
@@ -120,7 +109,7 @@ def write_json(measurements: Sequence[Measurement], comparison: dict[int, list[C
 def add_parser(commands: Any) -> None:
     ablate = commands.add_parser(
         "ablate",
-        parents=[model_flags("demo")],
+        parents=[flags.model_flags("demo")],
         help="what alignment, draft length, pre-filling, guidance and temperature do to CSpD",
         description="Run CSpD with one setting changed at a time on the same images, then beside other samplers at several batch sizes. "
         "Needs the extra `bench` (rich, matplotlib).",
@@ -134,11 +123,9 @@ def add_parser(commands: Any) -> None:
     )
     ablate.add_argument("--repeats", type=int, default=3, help="timed batches of each sampler in the comparison (default: %(default)s)")
     ablate.add_argument("--quality-images", type=int, default=256, help="of each sampler in the comparison; 0: none (default: %(default)s)")
-    ablate.add_argument("--guidance-scale", type=float, help="but in the table about it (default: the model's preset)")
-    ablate.add_argument("--num-iter", type=int, help="AR steps (default: the model's preset)")
-    ablate.add_argument("--num-inference-steps", type=int, help="denoising steps a token (default: the model's preset)")
+    flags.add_problem_flags(ablate, "but in the table about it ")
     ablate.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    add_device_flags(ablate)
+    flags.add_device_flags(ablate)
     ablate.add_argument(
         "--out", type=Path, default=Path("outputs/ablate"), help="folder of the figures and the plot (default: %(default)s)"
     )
@@ -148,14 +135,14 @@ def add_parser(commands: Any) -> None:
 def run_ablate(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
-    require("ablate", "rich", "matplotlib")
+    flags.require("ablate", "rich", "matplotlib")
     from car_spec.plots import plot_alignment, plot_batches, plot_pareto
 
     for name, least in (("images", 1), ("repeats", 1), ("batch_sizes", 1), ("quality_images", 0)):
-        check_at_least(name, getattr(args, name), least)
-    check_quality_images("--quality-images", args.quality_images)
-    pipeline = load(args, choose_device(args.device), dtype=DTYPES[args.dtype])
-    base = given_flags(args, "num_iter", "num_inference_steps", "guidance_scale")
+        flags.check_at_least(name, getattr(args, name), least)
+    flags.check_quality_images("--quality-images", args.quality_images)
+    pipeline = flags.load(args, flags.choose_device(args.device), dtype=flags.DTYPES[args.dtype])
+    base = flags.given_flags(args, *flags.PROBLEM)
     whole = pipeline.settings(sampler="cspd", **base)
     runs = [run for variant in args.variant for run in settings_of(base, whole["num_iter"], variant) if run[0] in args.tables]
     sizes = sorted(set(args.batch_sizes)) if "comparison" in args.tables else []
@@ -165,7 +152,7 @@ def run_ablate(args: argparse.Namespace) -> None:
     title = (
         f"CSpD (approximate), {pipeline.preset.name} with {pipeline.draft.preset.name if pipeline.draft else ''}: "
         f"{whole['num_iter']} AR steps, {whole['num_inference_steps']} denoising steps, guidance {whole['guidance_scale']:g}, "
-        f"{args.images} images a setting, {torch.get_num_threads()} threads"
+        f"{args.images} images a setting, {args.dtype}, {torch.get_num_threads()} threads"
     )
     contenders = len(comparison[sizes[-1]]) if sizes else 0
     quality_batches = -(-args.quality_images // QUALITY_BATCH)
@@ -175,15 +162,15 @@ def run_ablate(args: argparse.Namespace) -> None:
         measured = measure(pipeline, runs, args.images, args.seed, bar.update)
         print_tables(measured)
         args.out.mkdir(parents=True, exist_ok=True)
-        done: dict[int, list[bench.Contender]] = {}
+        done: dict[int, list[Contender]] = {}
         for size, others in comparison.items():  # shown and written as they come: the next size may take an hour
-            bench.measure_speed(pipeline, others, size, args.repeats, args.seed, bar.update)
-            bench.print_table(others, f"comparison, batch {size}")
+            measure_speed(pipeline, others, size, args.repeats, args.seed, bar.update)
+            print_table(others, f"comparison, batch {size}")
             done[size] = others
             write_json(measured, done, title, args.out / "ablation.json")
         if sizes and args.quality_images:
-            bench.measure_quality(pipeline, comparison[sizes[-1]], args.quality_images, QUALITY_BATCH, args.seed + 1, bar.update)
-            bench.print_table(comparison[sizes[-1]], f"comparison with quality, batch {sizes[-1]}")
+            measure_quality(pipeline, comparison[sizes[-1]], args.quality_images, QUALITY_BATCH, args.seed + 1, bar.update)
+            print_table(comparison[sizes[-1]], f"comparison with quality, batch {sizes[-1]}")
     write_json(measured, comparison, title, args.out / "ablation.json")
     print(f"figures: {args.out / 'ablation.json'}")
     plots: list[tuple[str, Callable[[Path], None]]] = []

@@ -13,22 +13,11 @@ from typing import Any
 import torch
 
 import car_spec
+from car_spec import flags
 from car_spec.cspd import VARIANTS
 from car_spec.engine import LosslessSettings
 from car_spec.eval.distances import energy_test, frechet_distance, principal_components
 from car_spec.execution import Execution
-from car_spec.flags import (
-    DTYPES,
-    add_device_flags,
-    add_execution_flags,
-    check_at_least,
-    check_quality_images,
-    choose_device,
-    given_flags,
-    load,
-    model_flags,
-    require,
-)
 from car_spec.pipeline import MARPipeline, image_seed, synchronise
 from car_spec.trace import summary
 from car_spec.xar_pipeline import XARPipeline
@@ -209,7 +198,7 @@ def write_json(runs: Sequence[Contender], environment: dict[str, Any], path: Pat
 def add_parser(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
-        parents=[model_flags("demo")],
+        parents=[flags.model_flags("demo")],
         help="compare the samplers",
         description="Compare the samplers side by side in one process. Needs the extra `bench` (rich, matplotlib).",
     )
@@ -218,14 +207,12 @@ def add_parser(commands: Any) -> None:
     bench.add_argument("--images", type=int, default=0, help="images of each sampler for the quality columns; 0: none (default)")
     bench.add_argument("--draft", help="a model of the same tokens; brings CSpD into the comparison")
     bench.add_argument("--only", nargs="+", metavar="TEXT", help="only samplers whose name holds one of these; sequential always runs")
-    bench.add_argument("--num-iter", type=int, help="AR steps (default: the model's preset)")
-    bench.add_argument("--num-inference-steps", type=int, help="denoising steps a token (default: the model's preset)")
-    bench.add_argument("--guidance-scale", type=float, help="(default: the model's preset)")
+    flags.add_problem_flags(bench)
     bench.add_argument("--lookahead", type=int, help=f"of the lossless samplers but the tuned one (default: {LosslessSettings.lookahead})")
     bench.add_argument("--window", type=int, help=f"of the lossless samplers but the tuned one (default: {LosslessSettings.window})")
     bench.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    add_device_flags(bench)
-    add_execution_flags(bench)
+    flags.add_device_flags(bench)
+    flags.add_execution_flags(bench)
     bench.add_argument("--out", type=Path, default=Path("outputs/bench"), help="folder of bench.json and pareto.png (default: %(default)s)")
     bench.set_defaults(run=run_bench)
 
@@ -233,19 +220,19 @@ def add_parser(commands: Any) -> None:
 def run_bench(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
-    require("bench", "rich", "matplotlib")
+    flags.require("bench", "rich", "matplotlib")
     from car_spec.plots import plot_pareto
 
     for name, least in (("batch_size", 1), ("repeats", 1), ("images", 0)):
-        check_at_least(name, getattr(args, name), least)
-    check_quality_images("--images", args.images)
-    device = choose_device(args.device)
+        flags.check_at_least(name, getattr(args, name), least)
+    flags.check_quality_images("--images", args.images)
+    device = flags.choose_device(args.device)
     execution = Execution(args.compile, args.cuda_graphs)
     execution.check(device)
-    pipeline = load(args, device, dtype=DTYPES[args.dtype])
+    pipeline = flags.load(args, device, dtype=flags.DTYPES[args.dtype])
     pipeline.set_execution(execution)
-    base = given_flags(args, "num_iter", "num_inference_steps", "guidance_scale")
-    own = given_flags(args, "lookahead", "window")
+    base = flags.given_flags(args, *flags.PROBLEM)
+    own = flags.given_flags(args, "lookahead", "window")
     runs = contenders(pipeline, base, own, args.batch_size)
     if args.only:
         runs = runs[:1] + [run for run in runs[1:] if any(text in run.name for text in args.only)]

@@ -14,22 +14,12 @@ from typing import Any
 import torch
 
 import car_spec
-from car_spec import ablation, bench, diffusion_bench, info
+from car_spec import ablation, bench, diffusion_bench, flags, info
 from car_spec.adapters.mar import GUIDANCE_SCHEDULES
 from car_spec.cspd import VARIANTS, CSpDSettings
 from car_spec.engine import DRAFTERS, LosslessSettings
 from car_spec.eval.cli import add_parsers as add_evaluation_parsers
 from car_spec.execution import Execution, machine
-from car_spec.flags import (
-    DTYPES,
-    add_device_flags,
-    add_execution_flags,
-    check_at_least,
-    choose_device,
-    load,
-    model_flags,
-    require,
-)
 from car_spec.harmon_pipeline import HarmonPipeline
 from car_spec.parallel import MODES, RankError, Ranks, Shares, groups_of, started_by_torchrun
 from car_spec.pipeline import DEFAULT_SAMPLER, LAWS, SAMPLERS, SETTINGS, MARPipeline
@@ -52,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser(
         "generate",
-        parents=[model_flags("demo")],
+        parents=[flags.model_flags("demo")],
         help="make images",
         description="Make images into a folder. A killed run goes on where it stopped when it is started again.",
     )
@@ -100,8 +90,8 @@ def build_parser() -> argparse.ArgumentParser:
     where = generate.add_argument_group("where")
     where.add_argument("--out", type=Path, default=Path("outputs"), help="folder of the images (default: %(default)s)")
     where.add_argument("--batch-size", type=int, default=16, help="images at a time (default: %(default)s)")
-    add_device_flags(where)
-    add_execution_flags(where)
+    flags.add_device_flags(where)
+    flags.add_execution_flags(where)
     where.add_argument(
         "--parallel",
         choices=MODES,
@@ -205,12 +195,12 @@ def what_is_shown(pipeline: MARPipeline, labels: Sequence[int | str]) -> dict[st
 
 
 def run_generate(args: argparse.Namespace) -> None:
-    check_at_least("batch_size", args.batch_size, 1)
+    flags.check_at_least("batch_size", args.batch_size, 1)
     if args.plot:
-        require("--plot", "matplotlib")
+        flags.require("--plot", "matplotlib")
     if args.parallel and "WORLD_SIZE" not in os.environ:
         raise ValueError(f"--parallel {args.parallel} needs processes: torchrun --nproc-per-node N -m car_spec.cli generate ...")
-    device = device_of_process(choose_device(args.device))
+    device = device_of_process(flags.choose_device(args.device))
     execution = Execution(args.compile, args.cuda_graphs)
     execution.check(device)
     with started_by_torchrun(device) as ranks:
@@ -220,7 +210,7 @@ def run_generate(args: argparse.Namespace) -> None:
 def generate(args: argparse.Namespace, device: torch.device, execution: Execution, ranks: Ranks) -> None:
     from tqdm import tqdm
 
-    pipeline = load(args, device, image_size=args.image_size, dtype=DTYPES[args.dtype])
+    pipeline = flags.load(args, device, image_size=args.image_size, dtype=flags.DTYPES[args.dtype])
     pipeline.set_execution(execution)
     sampling = pipeline.settings(**{name: getattr(args, name) for name in SAMPLING})
     labels, specs = choose_images(args, pipeline)

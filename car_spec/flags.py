@@ -9,6 +9,7 @@ import torch
 
 from car_spec.pipeline import MARPipeline, load_pipeline
 
+PROBLEM = ("num_iter", "num_inference_steps", "guidance_scale")  # what comparisons may change of a model's preset
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -30,6 +31,13 @@ def model_flags(default: str | None) -> argparse.ArgumentParser:
     group.add_argument("--tokenizer", help="Harmon: the folder of tokenizer.json (default: the model's)")
     group.add_argument("--base", help="Harmon: the whole model under a --model that holds some of its parameters")
     return flags
+
+
+def add_problem_flags(parser: Any, guidance: str = "") -> None:
+    """Those of `PROBLEM`; guidance: what else to say of the scale."""
+    parser.add_argument("--num-iter", type=int, help="AR steps (default: the model's preset)")
+    parser.add_argument("--num-inference-steps", type=int, help="denoising steps a token (default: the model's preset)")
+    parser.add_argument("--guidance-scale", type=float, help=f"{guidance}(default: the model's preset)")
 
 
 def add_execution_flags(parser: Any) -> None:
